@@ -17,7 +17,7 @@ from megatron_cp.launch.store_watch import completing, stop_watching, watch
 from tests.ranks import RanksFailed, run_ranks
 
 RANKS, FALLING = 3, 2
-SAID = "megatron-cp: rank 0, forward of iteration 3: waited in vain because rank 2 had failed: out of memory. Start the"
+SAID = "megatron-cp: rank 0, forward of iteration 3: aborting because rank 2 had failed: out of memory. Fix: "
 
 
 def waiting(folder: str, port: int, last_words: Any) -> None:
@@ -86,4 +86,4 @@ def test_no_thread_asks_the_store_while_python_exits(monkeypatch: pytest.MonkeyP
     """One that comes back from a request then aborts the process."""
     monkeypatch.setattr(health_monitor, "_LOOK", 0.001)
     for names in run_ranks(threads_after_the_end, 2):
-        assert not {"roll-call", "store watch", "store request"} & set(names), names
+        assert not {"health monitor", "store watch", "store request"} & set(names), names

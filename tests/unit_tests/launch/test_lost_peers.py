@@ -217,7 +217,7 @@ def test_a_lost_peer_is_named(tmp_path: Path, exchange: Callable[[], None], lost
     said = said_about(tmp_path, exchange, lost)
     assert said[0].startswith("False rank 0, set-up: ") and said[1].startswith("True rank 1, set-up: "), said
     for text in said:
-        assert "failed because rank 2 is gone (killed, crashed or frozen). It said: " in text, text
+        assert "failed because rank 2 does not answer (killed, crashed or frozen). Error: " in text, text
 
 
 def mismatched() -> None:
@@ -249,4 +249,4 @@ def test_a_wrong_argument_keeps_its_traceback(tmp_path: Path) -> None:
 def test_a_rank_that_is_late_is_named(tmp_path: Path) -> None:
     said = said_about(tmp_path, receive_or_gather, keep_them_waiting)
     for text in said:
-        assert "failed although every rank still answers (ranks 0-2: set-up). It said: " in text, said
+        assert "failed although every rank still answers (ranks 0-2: set-up). Error: " in text, said

@@ -71,7 +71,7 @@ def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist
 def test_what_was_told_in_an_earlier_start_is_forgotten(launcher: dist.TCPStore) -> None:
     """A node that only started again with the others counts no restart."""
     launcher.set("start", "the_last")
-    launcher.set("gone", "1 rank 3, on node5, ended before all had met: its GPU was lost")
+    launcher.set("gone", "1 rank 3, on node5, exited before the rendezvous: its GPU was lost")
     assert run_ranks(start_again, 2, [0, 1], 1, True) == [False, False]
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_do_not_come_are_named(launcher: dist.TCPStore) -> None:
     """A node that lacks a file ends before it meets the others."""
     (said, again) = run_ranks(meeting, 2, [None] * 5, 0.02)
     assert said == again and said.startswith(
-        "True ranks 2-4 did not come within 0.02 minutes (dist.distributed_timeout"
+        "True ranks 2-4 did not reach the rendezvous within 0.02 minutes. Fix: read the logs"
     )
 
 
@@ -112,8 +112,8 @@ def test_ranks_that_would_speak_by_other_means_are_named(launcher: dist.TCPStore
     """As one of a node whose GPUs are not seen would, which takes gloo and not NCCL."""
     heard = run_ranks(meeting, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
     assert len(set(heard)) == 1 and heard[0].startswith(
-        "True the ranks would not hear each other, nothing was trained: gloo, without a GPU, on ranks 0-1, 3 "
-        f"({HOST}); staged, without a GPU, on rank 2 ({HOST}). All need the same dist.distributed_backend"
+        "True ranks use different communication backends; training not started: gloo, without a GPU, on ranks 0-1, 3 "
+        f"({HOST}); staged, without a GPU, on rank 2 ({HOST}). Fix: the same dist.distributed_backend"
     ), heard
 
 
@@ -121,7 +121,7 @@ def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
     """What two of three ranks, on two nodes, hear of the last one."""
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
     if os.environ["RANK"] == "2":
-        cli.failures._SECONDS_TO_SPEAK = 0.0
+        cli.failures._REPORT_DELAY = 0.0
         with contextlib.suppress(ZeroDivisionError):
             fail()
         return ""
@@ -138,14 +138,14 @@ def lacks_a_file() -> None:
 
 
 def test_a_rank_that_cannot_come_says_why_to_other_nodes(launcher: dist.TCPStore) -> None:
-    said = f"DataError: rank 2, on {HOST}, ended before all had met: corpus.bin: no such file"
+    said = f"DataError: rank 2, on {HOST}, exited before the rendezvous: corpus.bin: no such file"
     assert run_ranks(with_one_that_cannot, 3, "0", lacks_a_file) == [said, said, ""]
 
 
 def test_started_again_ranks_do_not_hear_why_one_did_not_come_before(launcher: dist.TCPStore) -> None:
     """They have the same store."""
     heard = run_ranks(with_one_that_cannot, 3, "1", lacks_a_file)
-    assert heard[0].startswith("RuntimeFault: rank 2 did not come within 0.02 minutes")
+    assert heard[0].startswith("RuntimeFault: rank 2 did not reach the rendezvous within 0.02 minutes")
 
 
 def breaks_a_rule() -> None:
@@ -189,7 +189,9 @@ def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
     """Where it would be wrong again (exit code 2), those that hear of it end so, too."""
     heard = run_ranks(with_one_that_cannot, 3, "0", fail)
     kind = "DataError" if fail in (breaks_a_rule, lacks_its_corpus) else "RuntimeFault"
-    assert heard[0] == heard[1] and heard[0].startswith(f"{kind}: rank 2, on {HOST}, ended before all had met: {said}")
+    assert heard[0] == heard[1] and heard[0].startswith(
+        f"{kind}: rank 2, on {HOST}, exited before the rendezvous: {said}"
+    )
 
 
 def tell_once_met() -> None:
