@@ -96,7 +96,7 @@ class CPContext:
 class AttentionCall:
     """Parameters of one call: sequences over all ranks, mask, and scale of the scores.
 
-    ``transformer_engine``: allow Transformer Engine's kernels.
+    ``transformer_engine``: its kernels may compute it.
     """
 
     layout: Layout

@@ -102,7 +102,7 @@ def attend_in_context(
 ) -> Tensor:
     """Compute :func:`context_parallel_attention` in a context built before.
 
-    ``transformer_engine`` allows its kernels for the computation of each rank, on a GPU.
+    On a GPU ``transformer_engine`` lets its kernels compute what each rank has to.
     """
     packed = cu_seqlens is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
