@@ -1,6 +1,6 @@
 """Merge partial attention results by log-sum-exp, in float32 or float64.
 
-With out_i the attention over key set i and lse_i the natural log of its softmax denominator, the attention over the
+Let out_i be the attention over key set i, and lse_i the natural log of its softmax denominator. The attention over the
 union has ``lse = logaddexp(lse_1, lse_2)`` and ``out = out_1 + (out_2 - out_1) * sigmoid(lse_2 - lse_1)``
 (the online softmax of FlashAttention, Dao et al. 2022, across blocks instead of within one).
 """

@@ -21,8 +21,8 @@ EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINAT
 class Violation:
     """One broken rule.
 
-    ``rule`` is the rule's id (``megatron-cp train --explain ID`` prints it), ``severity`` is "error" or "warning",
-    ``field`` the dotted name of the setting, ``value`` its value, and ``fix`` what satisfies the rule.
+    ``rule``: the rule's id (``megatron-cp train --explain ID`` prints it). ``severity``: "error" or "warning".
+    ``field``: the dotted name of the setting. ``value``: its value. ``fix``: what satisfies the rule.
     """
 
     rule: str

@@ -1,8 +1,8 @@
 """Attention of a plan, forward and backward.
 
 Selects the best kernel for the device and dtype (:mod:`.cpu`, :mod:`.cuda`, :mod:`.te`). A kernel takes [b, h, s, d]
-views (key and value may have fewer heads). It returns, or receives, the natural-log softmax denominator [b, h, s], so
-that results over different keys can be merged, and gradients computed tile by tile from the final output and
+views (key and value may have fewer heads). The forward returns the natural-log softmax denominator [b, h, s], by which
+results over different keys are merged. The backward computes gradients tile by tile from the final output and
 denominator.
 """
 

@@ -1,8 +1,8 @@
 """``a2a+p2p``: heads within groups of neighbours, a ring between groups.
 
 After the exchange, a group of neighbours holds the zigzag shard of one rank of the ring between groups, with a share of
-the heads. A hop of that ring carries as much as one of a flat ring, but there are p2p - 1 of them instead of
-a2a * p2p - 1, and only they use slow links.
+the heads. A hop of that ring carries as much as one of a flat ring. There are p2p - 1 hops instead of a2a * p2p - 1,
+and only they use slow links.
 """
 
 from __future__ import annotations

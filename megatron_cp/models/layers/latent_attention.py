@@ -72,6 +72,6 @@ class LatentAttention(MLASelfAttention):
 def patch(attention: ModuleSpec, tensor_parallel: ProcessGroup) -> None:
     """Change a latent attention's spec in place."""
     attention.module = LatentAttention
-    # Upstream builds this projection without a group, so it would read the global state.
+    # Upstream builds this projection without a group, which would read the global state.
     projection = attention.submodules.linear_q_proj
     attention.submodules.linear_q_proj = ModuleSpec(projection, params={"tp_group": tensor_parallel})

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP), exact under context parallelism.
 
-Depth k (1, 2, ...) predicts, at position i, the label of position i + k, from the main model's state at i and the
-tokens up to i + k (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 2.2). A depth's tokens, labels and loss
+Depth k (1, 2, ...) predicts, at position i, the label of position i + k. Its inputs are the main model's state at i and
+the tokens up to i + k (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 2.2). A depth's tokens, labels and loss
 masks are those of the depth before, shifted left by one within each sequence. The shift adds 0 at the end, so a
 document's last k positions have no depth-k loss. The objective is
 

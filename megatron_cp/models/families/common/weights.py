@@ -1,7 +1,7 @@
 """Tensor names of a family on both sides, and conversion of tensors.
 
-megatron-core keeps query, key and value projections in one matrix, grouped by query group (rows of its queries, key,
-value), and the two halves of a gated MLP's first matrix, gate first.
+megatron-core keeps query, key and value projections in one matrix, by query group: rows of the queries, of the key, of
+the value. A gated MLP's first matrix has two halves, the gate first.
 """
 
 from __future__ import annotations
