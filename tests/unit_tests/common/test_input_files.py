@@ -27,7 +27,7 @@ NO_FILES = [("/dev/zero", "Is a device"), ("/", "Is a directory"), ("/none", "No
 
 
 @pytest.mark.parametrize(("path", "says"), NO_FILES)
-def test_what_is_no_file_is_refused(path: str, says: str) -> None:
+def test_devices_and_folders_are_refused(path: str, says: str) -> None:
     with pytest.raises(OSError, match=says):
         read_bytes(path)
 

@@ -168,7 +168,7 @@ def test_the_variables_are_named_and_the_dry_run_keeps_them(
     assert len(caplog.messages) == 1
 
 
-def test_a_written_text_is_looked_up() -> None:
+def test_environment_variables_are_substituted() -> None:
     found = substitute_environment("/data/${oc.env:SECRET}/${oc.env:NOT_SET}/${oc.env:NOT_SET,here}")
     assert found == f"/data/{SECRET}/${{oc.env:NOT_SET}}/here" and isinstance(found, FromEnvironment)
     assert as_written({"a": [found, 1]}) == {"a": [found.written, 1]}

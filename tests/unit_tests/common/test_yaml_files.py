@@ -60,7 +60,7 @@ def refused(call: Callable[[], object], expected: str) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_ends_at_once_wherever_it_is_read(name: str, tmp_path: Path) -> None:
+def test_an_alias_bomb_is_refused_at_once(name: str, tmp_path: Path) -> None:
     text, expected = BOMBS[name]
     bomb, recipe = tmp_path / "config.yaml", tmp_path / "mine.yaml"
     bomb.write_text(text)

@@ -56,7 +56,7 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 2 and "OMPI_COMM_WORLD_SIZE=4: mpirun" in capsys.readouterr().err
 
 
-def test_what_a_user_says_of_the_meeting_point_counts() -> None:
+def test_a_users_master_address_is_kept() -> None:
     os.environ.update(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     slurm.take_rank()
     assert said() == SAID | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
