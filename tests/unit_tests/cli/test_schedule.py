@@ -132,7 +132,7 @@ def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
     assert shown.err == "2 of 3 samples cut to --longest 150\n"
     path.write_text("1000000")
     assert main(options) == 2
-    assert "cut the sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
+    assert "a shorter sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_defaults_lists_that_double(tmp_path: Path) -> None:
     for number in range(21):
         (tmp_path / f"f{number}.yaml").write_text(f"defaults: [f{number + 1}@a, f{number + 1}@b, _self_]\n")
     (tmp_path / "f21.yaml").write_text("x: 1\n")
-    refused(lambda: load_recipe(tmp_path / "f0.yaml"), "or the lists name too many files")
+    refused(lambda: load_recipe(tmp_path / "f0.yaml"), "or the defaults lists include too many files")
     (tmp_path / "f1.yaml").write_text("defaults: [f0, _self_]\n")
     (tmp_path / "f0.yaml").write_text("defaults: [f1, _self_]\n")
     refused(lambda: load_recipe(tmp_path / "f0.yaml"), "included by its own defaults list")

@@ -54,8 +54,10 @@ def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStor
     """torchrun keeps one store for all restarts, with addresses of ended ranks.
 
     A node counts its own failures: here the second node failed three times, the first never.
-    """ for restart, late in enumerate((None, 0, 1)): counts = [0 if
-    between_nodes else restart, restart] assert run_ranks(start_again, 2, counts, late, between_nodes) == [False, False]
+    """
+    for restart, late in enumerate((None, 0, 1)):
+        counts = [0 if between_nodes else restart, restart]
+        assert run_ranks(start_again, 2, counts, late, between_nodes) == [False, False]
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -84,7 +84,7 @@ def test_known_hard_cases(lengths, ranks, m, options):
 def test_twelve_ranks_take_what_twelve_ranks_hold():
     assert schedule([3600], 12, 400).microbatches == [[Group(tuple(range(12)), (0,))]]
     schedule([4800], 12, 400)
-    with pytest.raises(ValueError, match="max_seqlen_per_rank to at least 402"):
+    with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 402"):
         schedule([4801], 12, 400)
 
 
