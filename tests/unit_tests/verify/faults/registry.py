@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 # What verdicts say, by the part that they point to.
-PROBE = "the groups do not communicate as they should"
+PROBE = "the groups do not communicate correctly"
 FORWARD = "the first forward pass differs already"
 REPORTED = "each token's loss agrees and the reported loss does not"
 BATCHES = "look at how batches are dealt to ranks and sliced"
