@@ -374,7 +374,7 @@ def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) ->
         assert model_from_hf(window | used)[1].window_size == [63, 0]
     else:
         assert model_from_hf(window | used | {"max_window_layers": 2})[1].window_size is None
-        with pytest.raises(ConfigError, match="use_sliding_window=True: a window in all layers"):
+        with pytest.raises(ConfigError, match="use_sliding_window=True: must give all layers a window"):
             model_from_hf(window | used)
     with pytest.raises(ConfigError, match="use_sliding_window"):
         model_from_hf(window | used | {"layer_types": some})
@@ -437,7 +437,7 @@ def test_wrong_types_are_told(setting: str, value: Any) -> None:
 )
 def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
-    with pytest.raises(ConfigError, match=f"{setting}.*needed"):
+    with pytest.raises(ConfigError, match=f"{setting}.*must be "):
         model_from_hf(values | {setting: value})
 
 
@@ -470,7 +470,7 @@ def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: 
 )
 def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
-    with pytest.raises(ConfigError, match=rf"{setting}.*needed"):
+    with pytest.raises(ConfigError, match=rf"{setting}.*must "):
         model_from_hf(values | {setting.partition(".")[0]: value})
 
 
