@@ -1,7 +1,7 @@
 """Context-parallel attention. See docs/explanation/context_parallel.md.
 
-:func:`context_parallel_attention` is the function; :mod:`.core_attention` the megatron-core module over it.
-:mod:`.sharding` and :mod:`.select` are pure and import without torch, so the function is imported when first asked for.
+:func:`context_parallel_attention` is the function; :mod:`.modules` has megatron-core's modules over it.
+:mod:`.sharding` and :mod:`.tiles` import without torch, so the function is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""Who takes part in a context-parallel attention, decided once, and what is to be computed.
+"""Ranks of a context-parallel attention, and the parameters of one call.
 
-A :class:`CPContext` is built when a layer is built (or a group changes), checked there, and passed down; nothing below
-looks for groups again. A :class:`AttentionCall` says which sequences, mask and scale one call has.
+A :class:`CPContext` is built and checked when a layer is built (or a group changes), and passed down; code below does
+not look up groups. An :class:`AttentionCall` has the sequences, mask and scale of one call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CPContext:
     """A transport and its ranks.
 
     ``a2a_peers`` exchange sequence shards for heads (all-to-all). Keys and values travel among ``p2p_peers`` (ring or
-    all-gather). Either has a single rank where the transport has no such level. Neighbouring ranks form a group of
+    all-gather). A level that the transport does not use has a single rank. Neighbouring ranks form a group of
     ``a2a_peers``, so the zigzag shard is number ``p2p_peers.rank * a2a_peers.size + a2a_peers.rank``.
     """
 
@@ -40,7 +40,7 @@ class CPContext:
 
     @property
     def peers(self) -> tuple[Peers, ...]:
-        """The ranks of each of the transport's levels."""
+        """Ranks of each of the transport's levels."""
         return tuple(self.a2a_peers if level == HEADS else self.p2p_peers for level in self.transport.levels)
 
     @property
@@ -53,15 +53,15 @@ class CPContext:
 
     @classmethod
     def alone(cls, comm_type: str = RING.name) -> CPContext:
-        """One rank, which holds whole sequences and talks to nobody."""
+        """Build the context of a single rank, which holds whole sequences."""
         return cls(transport_named(comm_type).name, Peers.alone(), Peers.alone())
 
     @classmethod
     def build(cls, comm_type: str, group: GroupOrPair) -> CPContext:
-        """Check that ``group`` is what ``comm_type`` needs: a process group, or one for each of its two levels.
+        """Check that ``group`` fits ``comm_type``: one group, or one for each level.
 
-        Raises ValueError for an unknown transport, a missing group, a wrong number of groups, or a group that this
-        process is not in. A missing group never means "no communication".
+        Raises ValueError for an unknown transport, a missing group, a wrong number of groups, or a group without this
+        process. A missing group never means "no communication".
         """
         transport = transport_named(comm_type)
         if transport.hierarchical:
@@ -71,13 +71,13 @@ class CPContext:
         peers = _peers(group, "group")
         return cls(comm_type, *(peers if level in transport.levels else Peers.alone() for level in (HEADS, KEYS)))
 
-    def check_agreement(self, facts: dict[str, Any]) -> None:
-        """Raise, on all ranks, ValueError if ``facts`` (the same names everywhere) differ between ranks."""
-        everyone = [(self.rank, facts)]
+    def check_consistency(self, facts: dict[str, Any]) -> None:
+        """Raise ValueError on all ranks if ``facts`` differ between ranks."""
+        gathered = [(self.rank, facts)]
         for peers in (self.a2a_peers, self.p2p_peers):
             if peers.size > 1:
-                everyone = [entry for part in gather_objects(everyone, peers.group) for entry in part]
-        (first, expected), *others = sorted(everyone, key=lambda entry: entry[0])
+                gathered = [entry for part in gather_objects(gathered, peers.group) for entry in part]
+        (first, expected), *others = sorted(gathered, key=lambda entry: entry[0])
         for rank, theirs in others:
             for name, value in expected.items():
                 if theirs.get(name) != value:
@@ -94,7 +94,7 @@ class CPContext:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores.
+    """Parameters of one call: sequences over all ranks, mask, and scale of the scores.
 
     ``transformer_engine``: its kernels may compute it.
     """
@@ -106,7 +106,7 @@ class AttentionCall:
     transformer_engine: bool = False
 
     def real_rows(self, rank: int) -> list[slice]:
-        """The rows of ``rank`` that hold tokens, not padding."""
+        """Return the rows of ``rank`` that hold tokens, not padding."""
         return [slice(span.row, span.row + span.length) for span in self.layout.spans(rank)]
 
 

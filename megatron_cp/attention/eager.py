@@ -10,9 +10,10 @@ import torch
 
 
 def never_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` must not trace: a compiled caller breaks its graph around the call.
+    """Decorate a function that ``torch.compile`` must not trace.
 
-    Same as ``torch.compiler.disable``, which imports torch._dynamo, for seconds: here the first call does.
+    A compiled caller breaks its graph around the call. Like ``torch.compiler.disable``, which imports torch._dynamo for
+    seconds; here the first call does.
     """
     excluded: Callable[P, R] | None = None
 

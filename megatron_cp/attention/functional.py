@@ -1,4 +1,4 @@
-"""``context_parallel_attention``: check the arguments, say what is to be computed, call the transport."""
+"""``context_parallel_attention``: check arguments and run the transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_cp.attention.transports.registry import RING
 from megatron_cp.attention.transports.ring import ring_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FLOAT32 = torch.finfo(torch.float32)  # in which kernels apply the scale
+_FLOAT32 = torch.finfo(torch.float32)  # dtype in which kernels apply the scale
 
 
 @never_compiled
@@ -39,30 +39,31 @@ def context_parallel_attention(
     softmax_offset: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Self-attention over a sequence that is sharded over the ranks of ``group``; differentiable.
+    """Compute self-attention over a sequence sharded over ``group``; differentiable.
 
     Shapes: ``query`` [s_local, b, heads, d_qk], ``key`` [s_local, b, kv_heads, d_qk], ``value`` [s_local, b, kv_heads,
-    d_v], with kv_heads dividing heads: this rank's zigzag shards (see ``shard_sequence``).
-    With ``cu_seqlens`` they are packs without the batch dimension, [t_local, heads, d], each sequence sharded on its
-    own. One floating dtype for all three. Returns [s_local, b, heads, d_v] or [t_local, heads, d_v] in that dtype.
+    d_v], where kv_heads divides heads: this rank's zigzag shards (see ``shard_sequence``). With ``cu_seqlens`` they are
+    packs without the batch dimension, [t_local, heads, d], each sequence sharded separately. All three have one
+    floating dtype. Returns [s_local, b, heads, d_v] or [t_local, heads, d_v] in that dtype.
 
     Args:
-        group: the context-parallel group; for two levels (``a2a+p2p``) the pair (a2a_group, p2p_group), where rank
-            ``p2p_rank * a2a_size + a2a_rank`` is the one that counts for the shard.
-        comm_type: ``p2p`` (ring), ``all_gather``, ``a2a`` (all-to-all), ``a2a+p2p``, or another that is registered.
+        group: the context-parallel group; for two levels (``a2a+p2p``) the pair (a2a_group, p2p_group), where the
+            shard's number is ``p2p_rank * a2a_size + a2a_rank``.
+        comm_type: ``p2p`` (ring), ``all_gather``, ``a2a`` (all-to-all), ``a2a+p2p``, or another registered transport.
         causal: token i sees tokens up to i; otherwise all tokens of its sequence.
-        window_size: (left, right), how many tokens back and ahead a token sees, -1 for no limit; causal has no ahead.
-        cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, the same on every rank.
-        cu_seqlens_padded: the same with each sequence's padding (default: none); every sequence's padded length divides
-            by twice the group's size. Padding, and rows behind the last sequence, give zeros and get zero gradients.
+        window_size: (left, right), how many tokens back and ahead a token sees, -1 for no limit; with ``causal`` none
+            ahead.
+        cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, equal on every rank.
+        cu_seqlens_padded: the same with each sequence's padding (default: none). Every padded length must be a multiple
+            of twice the group's size. Padding, and rows after the last sequence, give zeros and get zero gradients.
         softmax_scale: factor on the scores, default ``1 / sqrt(d_qk)``; may be 0 or negative.
         softmax_offset: [heads], the score per head of one more key whose value is zero (attention sink); zeros for
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
-        deterministic: the same bits on every run. (The CPU kernels always are; CUDA kernels are chosen accordingly.)
+        deterministic: the same bits on every run. CPU kernels always are; CUDA kernels are chosen for it.
 
-    ``torch.compile`` leaves it out: a compiled caller runs it between two graphs (so not with ``fullgraph=True``).
+    ``torch.compile`` does not trace it: a compiled caller breaks its graph here (so not with ``fullgraph=True``).
 
-    Raises ValueError naming the argument for values, sizes, dtypes, devices or groups that do not fit. With
+    Raises ValueError with the argument's name for invalid values, sizes, dtypes, devices or groups. With
     TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL the ranks first compare their arguments, and all raise if any differ.
     """
     mask = Mask.build(causal, window_size)
@@ -99,7 +100,7 @@ def attend_in_context(
     deterministic: bool = False,
     transformer_engine: bool = False,
 ) -> Tensor:
-    """:func:`context_parallel_attention` with a context that was built before (once for a layer).
+    """Compute :func:`context_parallel_attention` in a context built before.
 
     On a GPU ``transformer_engine`` lets its kernels compute what each rank has to.
     """
@@ -110,13 +111,15 @@ def attend_in_context(
         offsets = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
         facts |= {name: None if x is None else read_offsets(x) for name, x in offsets.items()}
         facts |= {"comm_type": context.comm_type, "causal and window_size": mask, "softmax_scale": softmax_scale}
-        context.check_agreement(facts)
+        context.check_consistency(facts)
     _check_tensors(query, key, value, packed, softmax_offset)
     if cu_seqlens is None:
         if cu_seqlens_padded is not None:
             raise ValueError("cu_seqlens_padded is given without cu_seqlens: pass the real lengths too")
         if context.size > 1 and query.shape[0] % 2:
-            raise ValueError(f"query has {query.shape[0]} rows: a zigzag shard is two equal chunks, so an even number")
+            raise ValueError(
+                f"query has {query.shape[0]} rows: a zigzag shard has two equal chunks, so rows must be even"
+            )
         layout = Layout.dense(query.shape[0] * context.size, context.size)
     else:
         padded = None if cu_seqlens_padded is None else read_offsets(cu_seqlens_padded)
@@ -135,7 +138,7 @@ def attend_in_context(
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, call)
     else:
-        # Rows behind the last sequence take no part.
+        # Rows after the last sequence are excluded.
         query, key, value = (x[: layout.rows] for x in (query, key, value))
         out = _transport(context, query, key, value, softmax_offset, call)
         out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
@@ -143,9 +146,9 @@ def attend_in_context(
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Query and scale that give the same scores, with a scale above 0.
+    """Return query and scale with the same scores, and a scale above 0.
 
-    Kernels mask scores with -inf and then scale them: by 0 or a negative number the masked ones become nan or inf.
+    Kernels mask scores with -inf and then scale them: with a scale of 0 or less the masked ones become nan or inf.
     """
     if scale >= _FLOAT32.tiny:
         return query, scale

@@ -1,4 +1,4 @@
-"""Which heads each rank works on, where ranks exchange sequence for heads. Pure."""
+"""Split of heads over ranks that exchange sequence for heads. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_cp.attention.transports.registry import TRANSPORTS
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which query and key/value heads each of ``size`` ranks works on."""
+    """Query and key/value heads of each of ``size`` ranks."""
 
     heads: int
     kv_heads: int
@@ -32,18 +32,18 @@ class HeadSplit:
         return slice(rank * share, (rank + 1) * share)
 
     def kv(self, rank: int) -> slice:
-        """The key/value heads that the rank's query heads use."""
+        """Return the key/value heads that the rank's query heads use."""
         group, mine = self.heads // self.kv_heads, self.query(rank)
         return slice(mine.start // group, (mine.stop - 1) // group + 1)
 
     def expansion(self, rank: int) -> list[int] | None:
-        """Where the rank's query heads do not share its key/value heads evenly: the local one that each uses."""
+        """Return the local key/value head of each query head, if they are shared unevenly."""
         mine, kv = self.query(rank), self.kv(rank)
         used = [head // (self.heads // self.kv_heads) - kv.start for head in range(mine.start, mine.stop)]
         return None if shared_evenly(used) else used
 
 
 def shared_evenly(used: Sequence[int]) -> bool:
-    """Whether neighbours share what they use, as many each: ``used``, numbered from 0, is like 0 0 1 1 2 2."""
+    """Return whether neighbours share equally: ``used`` is like 0 0 1 1 2 2."""
     each = len(used) // (used[-1] + 1)
     return list(used) == [index // each for index in range(len(used))]

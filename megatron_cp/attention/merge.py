@@ -1,6 +1,6 @@
-"""Merging partial attention results by their log-sum-exp, in float32 (float64 for float64 inputs).
+"""Merge partial attention results by log-sum-exp, in float32 or float64.
 
-With out_i the attention over key set i and lse_i the natural log of its softmax denominator, the attention over the
+Let out_i be the attention over key set i, and lse_i the natural log of its softmax denominator. The attention over the
 union has ``lse = logaddexp(lse_1, lse_2)`` and ``out = out_1 + (out_2 - out_1) * sigmoid(lse_2 - lse_1)``
 (the online softmax of FlashAttention, Dao et al. 2022, across blocks instead of within one).
 """
@@ -8,18 +8,18 @@ union has ``lse = logaddexp(lse_1, lse_2)`` and ``out = out_1 + (out_2 - out_1) 
 import torch
 from torch import Tensor
 
-Rows = slice | Tensor  # consecutive rows, or an int64 index that names none twice
+Rows = slice | Tensor  # consecutive rows, or an int64 index without repetition
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results of ``dtype`` are summed."""
+    """Return the dtype in which partial results of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class OutputAccumulator:
-    """The output [s, b, h, d] and log-sum-exp [b, h, s] of queries that meet their keys block by block.
+    """Output [s, b, h, d] and log-sum-exp [b, h, s] of queries, summed block by block.
 
-    Rows that never meet a key keep output 0 and log-sum-exp -inf.
+    Rows without any key keep output 0 and log-sum-exp -inf.
     """
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
@@ -27,11 +27,13 @@ class OutputAccumulator:
         self._value_dim = value_dim
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._end = 0  # no row from here on has met a key
+        self._end = 0  # rows from here on have no keys yet
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows]; the first stays in the kernel's
-        dtype, and as it is if it has all rows."""
+        """Merge one block's ``out`` [b, h, rows, d] and finite ``lse`` [b, h, rows].
+
+        The first block keeps the kernel's dtype, and is used without a copy if it has all rows.
+        """
         s, b, h, _ = self._query.shape
         start, end = (rows.start, rows.stop) if isinstance(rows, slice) else (0, s)
         untouched, self._end = start >= self._end, max(end, self._end)
@@ -54,9 +56,9 @@ class OutputAccumulator:
             put(self._lse, rows, merged_lse)
 
     def finish(self, softmax_offset: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output in the query's dtype, contiguous, and its log-sum-exp; with ``softmax_offset`` [h] included.
+        """Return the output in the query's dtype, contiguous, and its log-sum-exp.
 
-        The offset is one more key with that score and value zero: it only takes probability away.
+        ``softmax_offset`` [h] is included: one more key with that score and value zero, which only takes probability.
         """
         s, b, h, _ = self._query.shape
         if self._out is None or self._lse is None:
@@ -72,15 +74,17 @@ class OutputAccumulator:
 
 
 class Gradient:
-    """The gradient of one [s, b, h, d] tensor, summed from tiles in the accumulation dtype."""
+    """Gradient of one [s, b, h, d] tensor, summed in the accumulation dtype."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._sum: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
-        """Add ``part`` [b, h, rows, d], a fresh tensor; the first stays in the kernel's dtype, and as it is if it has
-        all rows."""
+        """Add ``part`` [b, h, rows, d], a fresh tensor.
+
+        The first part keeps the kernel's dtype, and is used without a copy if it has all rows.
+        """
         s, b, h, d = self._like.shape
         if self._sum is None:
             self._sum = part
@@ -95,16 +99,16 @@ class Gradient:
             put(self._sum, rows, take(self._sum, rows) + part)
 
     def add_all(self, others: Tensor) -> None:
-        """Add what another rank has summed, [s, b, h, d]; its memory may be kept."""
+        """Add another rank's sum [s, b, h, d], whose memory may be kept."""
         part = others.permute(1, 2, 0, 3)
         self._sum = part if self._sum is None else self._sum.to(part.dtype).add_(part)
 
     def total(self) -> Tensor:
-        """[s, b, h, d] in the accumulation dtype, contiguous."""
+        """Return [s, b, h, d] in the accumulation dtype, contiguous."""
         return self._whole(accumulation_dtype(self._like.dtype))
 
     def finish(self) -> Tensor:
-        """[s, b, h, d] in the tensor's own dtype, contiguous."""
+        """Return [s, b, h, d] in the tensor's own dtype, contiguous."""
         return self._whole(self._like.dtype)
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
@@ -114,12 +118,15 @@ class Gradient:
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:
-    """Rows of [b, h, s, ...]: a view of consecutive ones; of others a copy, in which a row's heads are neighbours."""
+    """Select rows of [b, h, s, ...]: a view of consecutive rows, else a copy.
+
+    In the copy a row's heads are neighbours.
+    """
     return x[:, :, rows] if isinstance(rows, slice) else x.movedim(2, 0).index_select(0, rows).movedim(0, 2)
 
 
 def put(x: Tensor, rows: Rows, values: Tensor) -> None:
-    """Write ``values`` over the rows of ``x`` [b, h, s, ...]."""
+    """Write ``values`` to rows of ``x`` [b, h, s, ...]."""
     if isinstance(rows, slice):
         x[:, :, rows] = values
     else:
@@ -127,7 +134,7 @@ def put(x: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merge ``new_out`` [..., d] with finite ``new_lse`` [...] into ``out`` and ``lse``, in place."""
+    """Merge ``new_out`` [..., d] and finite ``new_lse`` [...] in place."""
     out.lerp_(new_out, torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
@@ -135,10 +142,11 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def softmax_offset_grad(
     softmax_offset: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, rows: list[slice]
 ) -> Tensor | None:
-    """Gradient [h] of the offset from the final ``out``, ``dout`` [s, b, h, d] and ``lse`` [b, h, s] (offset included).
+    """Return the offset's gradient [h].
 
-    The offset's probability is ``p = exp(offset - lse)`` and its value is zero, so the softmax backward gives
-    ``-sum p * <dout, out>``. Only the real tokens in ``rows`` count: padding may hold anything.
+    Computed from the final ``out``, ``dout`` [s, b, h, d] and ``lse`` [b, h, s], offset included. The offset's
+    probability is ``p = exp(offset - lse)`` and its value is zero, so the softmax backward gives ``-sum p * <dout,
+    out>``. Only the real tokens in ``rows`` count: padding may hold any values.
     """
     if softmax_offset is None:
         return None

@@ -1,4 +1,4 @@
-"""Backward passes that are no differentiable functions themselves, under ``create_graph=True``."""
+"""Backward passes without derivatives of their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Decorate an autograd function's backward: its gradients are right also where a graph of them is asked for, and
-    differentiating them is a RuntimeError.
+    """Decorate a backward whose gradients cannot be differentiated again.
 
-    torch's ``once_differentiable`` leaves second derivatives out without a word where they are asked for by
-    ``torch.autograd.grad``: its gradients do not know what they depend on.
+    Gradients are correct also with ``create_graph=True``; differentiating them is a RuntimeError. With torch's
+    ``once_differentiable``, ``torch.autograd.grad`` silently omits second derivatives.
     """
 
     @functools.wraps(backward)
@@ -32,7 +31,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
 
 class _Last(torch.autograd.Function):
-    """The same value, which depends on ``sources`` in a way that is not computed."""
+    """Identity whose dependence on ``sources`` cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *sources: Tensor | None) -> Tensor:
@@ -40,4 +39,4 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError("there are no second derivatives here: attention and the loss are differentiable once")
+        raise RuntimeError("second derivatives are not supported: attention and the loss are differentiable once")

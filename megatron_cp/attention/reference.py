@@ -1,4 +1,4 @@
-"""Attention written out, for tests and the start-up probe: whole sequences, all scores, any dtype, one rank."""
+"""Plain attention for tests and the start-up probe, on one rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def reference_attention(
     softmax_scale: float | None = None,
     softmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """What :func:`~megatron_cp.attention.context_parallel_attention` must give, unsharded and in the inputs' dtype.
+    """Compute attention without sharding, in the inputs' dtype.
 
-    ``query`` [s, b, heads, d_qk], ``key`` and ``value`` with kv_heads. Needs memory for all scores; meant for float64.
+    ``query`` [s, b, heads, d_qk], ``key`` and ``value`` with kv_heads, in the inputs' dtype. Needs memory for all
+    scores; meant for float64.
     """
     s, b, heads, dim = query.shape
     groups = heads // key.shape[2]

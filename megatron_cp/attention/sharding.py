@@ -1,11 +1,11 @@
 """Zigzag sharding of sequences over context-parallel ranks: index arithmetic only.
 
 A sequence of length S is cut into 2*n equal chunks and rank r of n holds chunks r and 2*n-1-r, in this order. Under a
-causal mask every rank then has the same number of query-key pairs (to within one chunk's diagonal), and the placement
-is the one megatron-core's rotary embedding and batch slicing assume. In a pack (``thd``) every sequence is cut on its
-own, and a rank's rows are its two chunks of the first sequence, then of the second, and so on.
+causal mask every rank then has the same number of query-key pairs (to within one chunk's diagonal). megatron-core's
+rotary embedding and batch slicing assume this placement. In a pack (``thd``) every sequence is cut separately, and a
+rank's rows are its two chunks of the first sequence, then of the second, and so on.
 
-Nothing here needs torch or a process group; tensors are only touched through methods they share with NumPy arrays.
+Needs no torch and no process group; tensors are used through methods that they share with NumPy arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Rows [row, row + length) of a local buffer, holding consecutive tokens of one sequence from ``position`` on."""
+    """Rows [row, row + length): consecutive tokens from ``position`` on."""
 
     row: int
     length: int
@@ -34,9 +34,9 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class Layout:
-    """How sequences lie on ``size`` ranks. ``lengths`` are real tokens, ``padded`` what each sequence occupies.
+    """Sequences on ``size`` ranks, by real and padded lengths.
 
-    One unpacked sequence is a layout of one sequence without padding. Frozen and hashable: plans are cached by it.
+    One unpacked sequence is a layout of one sequence without padding. Frozen and hashable, as a cache key of plans.
     """
 
     lengths: tuple[int, ...]
@@ -59,40 +59,40 @@ class Layout:
 
     @classmethod
     def dense(cls, seq_length: int, size: int) -> Layout:
-        """The layout of one unpacked sequence of ``seq_length`` tokens (the whole sequence, not a rank's part)."""
+        """Build the layout of one unpacked sequence of ``seq_length`` tokens in total."""
         return cls((seq_length,), (seq_length,), size)
 
     @classmethod
     def packed(cls, cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int] | None, size: int) -> Layout:
-        """The layout of a pack from cumulative real lengths and cumulative padded lengths (default: no padding)."""
+        """Build a pack's layout from cumulative real and padded lengths (default: equal)."""
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         _check_offsets("cu_seqlens", cu_seqlens)
         _check_offsets("cu_seqlens_padded", padded)
         return cls(_differences(cu_seqlens), _differences(padded), size)
 
     def resized(self, size: int) -> Layout:
-        """The same sequences on another number of ranks."""
+        """Return the same sequences on another number of ranks."""
         return Layout(self.lengths, self.padded, size)
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows that the sequences occupy on each rank."""
+        """Rows of the sequences on each rank."""
         return sum(self.padded) // self.size
 
     def spans(self, rank: int) -> tuple[RowSpan, ...]:
-        """The real (unpadded) tokens on ``rank``, in row order; neighbouring chunks come as one span."""
+        """Return the real tokens on ``rank``, in row order; chunks that touch join."""
         return _spans(self, rank)
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is one sequence without padding."""
+        """Whether the layout is one sequence without padding."""
         return len(self.lengths) == 1 and self.lengths == self.padded
 
     def gathered_spans(self) -> tuple[RowSpan, ...]:
-        """All ranks' tokens put together for all-gather.
+        """Return the spans of all ranks' tokens after all-gather.
 
-        Of a dense layout all first chunks by rank and then all second ones, as two gathers leave them without a copy.
-        Otherwise in the order of the sequences: many short pieces would each cost a kernel call.
+        Dense: all first chunks by rank, then all second chunks, as two gathers give them without a copy. Otherwise in
+        the order of sequences: each of many short pieces would cost a kernel call.
         """
         if not self.is_dense or self.size == 1:
             return self.resized(1).spans(0)
@@ -119,7 +119,7 @@ def _spans(layout: Layout, rank: int) -> tuple[RowSpan, ...]:
 
 
 def _chunks(length: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Token ranges of one sequence on ``rank``."""
+    """Return the token ranges of one sequence on ``rank``."""
     if size == 1:
         return ((0, length),)
     chunk = length // (2 * size)
@@ -127,11 +127,11 @@ def _chunks(length: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 def partition_indices(cu_seqlens_padded: Any, cp_rank: int, cp_size: int) -> Any:
-    """Positions in the pack of the tokens that ``cp_rank`` holds, in the order in which it holds them.
+    """Return the positions in the pack of the tokens of ``cp_rank``, in local order.
 
     ``cu_seqlens_padded``: cumulative padded lengths [num_sequences + 1] as a list, NumPy array or torch tensor; each
-    sequence must divide by ``2 * cp_size``. Returns int64 [tokens / cp_size]: a torch tensor on the same device for a
-    torch tensor, else a NumPy array. Raises ValueError on lengths that do not divide or a rank out of range.
+    sequence must be divisible by ``2 * cp_size``. Returns int64 [tokens / cp_size]: a torch tensor on the same device
+    for a torch tensor, else a NumPy array. Raises ValueError for other lengths or a rank out of range.
     """
     _check_rank(cp_rank, cp_size)
     offsets = _as_list(cu_seqlens_padded, "cu_seqlens_padded")
@@ -151,10 +151,11 @@ def partition_indices(cu_seqlens_padded: Any, cp_rank: int, cp_size: int) -> Any
 
 
 def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padded: Any = None) -> Any:
-    """The part of ``x`` that ``cp_rank`` holds along ``dim``: zigzag, per sequence when ``cu_seqlens_padded`` is given.
+    """Return the zigzag shard of ``x`` along ``dim`` on ``cp_rank``.
 
-    ``x``: a torch tensor or NumPy array whose ``dim`` holds whole sequences. Raises ValueError when the length does
-    not divide by ``2 * cp_size``. Differentiable for tensors. One rank's part is ``x`` itself.
+    With ``cu_seqlens_padded`` each sequence is sharded separately. ``x``: a torch tensor or NumPy array whose ``dim``
+    holds whole sequences. Raises ValueError if ``2 * cp_size`` does not divide the length. Differentiable for tensors.
+    With one rank ``x`` itself is returned.
     """
     _check_rank(cp_rank, cp_size)
     dim = _check_dim(x, dim)
@@ -177,7 +178,7 @@ def shard_sequence(x: Any, dim: int, cp_rank: int, cp_size: int, cu_seqlens_padd
 
 
 def unshard_sequence(shards: Sequence[Any], dim: int, cu_seqlens_padded: Any = None) -> Any:
-    """The whole of which ``shards`` (in rank order) are the parts: the inverse of :func:`shard_sequence`."""
+    """Join ``shards`` (in rank order): the inverse of :func:`shard_sequence`."""
     if not shards:
         raise ValueError("shards is empty: pass one tensor or array per context-parallel rank")
     dim = _check_dim(shards[0], dim)
@@ -198,7 +199,7 @@ def unshard_sequence(shards: Sequence[Any], dim: int, cu_seqlens_padded: Any = N
 
 @functools.lru_cache(maxsize=16)  # megabytes each
 def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
-    """Where rows lie before ``group_size`` neighbouring ranks put their shards together.
+    """Return the row order that joins the shards of neighbouring ranks.
 
     ``layout`` is over all ranks. Ranks p*A .. p*A+A-1 together hold, for every sequence, exactly the rows of rank p
     of ``layout.resized(size / A)``. Entry i is the row, in the concatenation of their shards in rank order, of row i
@@ -218,7 +219,7 @@ def regroup_order(layout: Layout, group_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowRun:
-    """Rows [row, row + length) of a rank's shard, which are the rows from ``common_row`` on of a common shard."""
+    """Rows [row, row + length) of a shard, at ``common_row`` in the common shard."""
 
     row: int
     common_row: int
@@ -235,7 +236,7 @@ class RowRun:
 
 @functools.lru_cache(maxsize=256)
 def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[RowRun, ...], ...]:
-    """:func:`regroup_order` as the longest runs of rows, for each rank of the group: one or two of a dense layout."""
+    """Return :func:`regroup_order` as runs of rows for each rank; one or two if dense."""
     order = regroup_order(layout, group_size)
     starts = np.flatnonzero((np.diff(order, prepend=-1) != 1) | (order % layout.rows == 0))
     runs: list[list[RowRun]] = [[] for _ in range(group_size)]
@@ -246,7 +247,10 @@ def regroup_runs(layout: Layout, group_size: int) -> tuple[tuple[RowRun, ...], .
 
 
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Cumulative lengths as plain integers. The host waits for a GPU's, unless :func:`send_offsets` made them."""
+    """Return cumulative lengths as integers.
+
+    The host waits for a GPU's, unless :func:`send_offsets` made them.
+    """
     version, offsets = getattr(cu_seqlens, "known_offsets", (None, ()))
     if version is not None and version == getattr(cu_seqlens, "_version", None):
         return offsets
@@ -254,8 +258,10 @@ def read_offsets(cu_seqlens: torch.Tensor | Sequence[int] | np.ndarray) -> tuple
 
 
 def send_offsets(offsets: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Cumulative lengths as an int32 tensor on ``device``, from which :func:`read_offsets` takes them without waiting
-    as long as nobody writes to it."""
+    """Send cumulative lengths as an int32 tensor to ``device``.
+
+    :func:`read_offsets` reads them back without waiting while the tensor is unchanged.
+    """
     import torch
 
     from megatron_cp.parallel.transfer import send

@@ -1,14 +1,14 @@
-"""Which query-key pairs a rank computes, as rectangles that kernels can run. Pure index arithmetic.
+"""Tiles: query-key pairs of a rank as rectangles. Pure arithmetic.
 
-A mask is a band: query i may see key j when i - left <= j <= i + right, positions counted in their common sequence.
-Causal attention is ``right = 0``. Between a span of queries and a span of keys (consecutive tokens each) the band cuts
-out a region, which :func:`plan` covers with disjoint tiles:
+A mask is a band: query i may see key j when i - left <= j <= i + right, by positions in their common sequence. Causal
+attention is ``right = 0``. Between a span of queries and a span of keys (consecutive tokens each) the band leaves a
+region, which :func:`plan` covers with disjoint tiles:
 
     FULL     every pair of the rectangle is allowed
     CAUSAL   a square on the diagonal: row x sees columns 0..x
     BAND     row x sees columns x+low .. x+high; every row has at least one
 
-Rectangles that allow nothing never become tiles, so no kernel sees an empty block or a row without keys.
+Rectangles without allowed pairs never become tiles, so no kernel gets an empty block or a row without keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_cp.attention.sharding import Layout, RowSpan
 
 
 class Kind(enum.Enum):
-    """The mask within a tile."""
+    """Mask within a tile."""
 
     FULL = enum.auto()
     CAUSAL = enum.auto()
@@ -33,14 +33,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Mask:
-    """Allowed distances: ``left`` tokens back and ``right`` tokens ahead; None is without limit."""
+    """Allowed distances: ``left`` tokens back, ``right`` tokens ahead; None: no limit."""
 
     left: int | None = None
     right: int | None = None
 
     @classmethod
     def build(cls, causal: bool, window_size: tuple[int, int] | None) -> Mask:
-        """From the field's arguments: -1 in ``window_size`` is without limit, and a causal mask never looks ahead."""
+        """Build from arguments; -1 in ``window_size`` is no limit."""
         window = (-1, -1) if window_size is None else window_size
         if not (isinstance(window, Sequence) and len(window) == 2 and all(isinstance(x, Integral) for x in window)):
             raise ValueError(f"window_size must be two integers (left, right), got {window_size!r}")
@@ -52,9 +52,9 @@ class Mask:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of the score matrix; ``low`` and ``high`` (column minus row) bound a BAND, None is without limit.
+    """Rectangle of the score matrix; ``low`` and ``high`` (column - row) bound a BAND.
 
-    ``half``: compute it in the tensors' own half precision; otherwise half-precision tensors are taken to float32.
+    None is no limit. ``half``: compute in the tensors' half precision; otherwise in float32.
     """
 
     q_row: int
@@ -77,12 +77,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileSize:
-    """How finely a kernel wants its work cut.
+    """Limits of a kernel on its tiles.
 
     ``causal``: CAUSAL tiles longer than this are split into halves and a FULL square between them (0: never; ``half``
-    tiles never are). ``band``: the largest number of rows of a BAND tile (0: no limit, for kernels that know windows).
-    ``half_from``: tiles beyond this position in their sequence are ``half`` (None: no tile is). ``squares``: of causal
-    masks it knows squares only, not a diagonal that ends in the last corner of a tile wider than high.
+    tiles never are). ``band``: largest number of rows of a BAND tile (0: no limit, for kernels that support windows).
+    ``half_from``: tiles beyond this position in their sequence are ``half`` (None: none). ``squares``: the kernel
+    supports causal masks of squares only, not a diagonal that ends in the last corner of a tile wider than high.
     """
 
     causal: int = 0
@@ -92,15 +92,15 @@ class TileSize:
 
     @property
     def whole_diagonals(self) -> bool:
-        """Whether the kernel skips what a diagonal hides, wherever it runs: nothing is gained by cutting along it."""
+        """Whether the kernel skips masked parts itself."""
         return not self.causal and not self.band
 
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Disjoint tiles, made once for all layers: two plans are the same only if they are one object.
+    """Disjoint tiles, made once for all layers; compared by identity.
 
-    ``packed``: of several sequences' own queries and keys; ``gathered``: with the keys of all ranks.
+    ``packed``: several sequences with separate queries and keys; ``gathered``: keys of all ranks.
     """
 
     tiles: tuple[Tile, ...]
@@ -113,26 +113,26 @@ class TilePlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> TilePlan:
-    """The tiles between the queries of ``q_rank`` and the keys of ``k_rank``, rows counted in each rank's buffer."""
+    """Plan tiles of ``q_rank``'s queries and ``k_rank``'s keys."""
     return TilePlan(tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size)), not layout.is_dense)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_gathered(layout: Layout, q_rank: int, mask: Mask, size: TileSize) -> TilePlan:
-    """The tiles between the queries of ``q_rank`` and the keys of all ranks, which lie as ``gathered_spans`` says."""
+    """Plan tiles of ``q_rank``'s queries and all keys, ordered by ``gathered_spans``."""
     tiles = tuple(cover(layout.spans(q_rank), layout.gathered_spans(), mask, size))
     return TilePlan(tiles, not layout.is_dense, gathered=True)
 
 
 def cover(q_spans: tuple[RowSpan, ...], k_spans: tuple[RowSpan, ...], mask: Mask, size: TileSize) -> list[Tile]:
-    """Disjoint tiles that hold exactly the allowed pairs of two lists of spans, diagonal tiles last."""
+    """Cover the allowed pairs of two lists of spans by disjoint tiles."""
     border = size.half_from or 0
     keys_of = _by_sequence(_divide(k_spans, border))
     tiles: list[Tile] = []
     for sequence, queries in _by_sequence(_divide(q_spans, border)).items():
         keys = keys_of.get(sequence, [])
         if not border and size.whole_diagonals and mask == Mask(None, 0) and _are_the_same(queries, keys):
-            # Rows in the order of their positions: what positions hide, rows hide.
+            # Rows are in the order of positions, so a causal mask of positions is one of rows.
             length = sum(span.length for span in queries)
             tiles.append(Tile(queries[0].row, length, keys[0].row, length, Kind.CAUSAL, half=size.half_from == 0))
             continue
@@ -145,7 +145,7 @@ def cover(q_spans: tuple[RowSpan, ...], k_spans: tuple[RowSpan, ...], mask: Mask
 
 
 def _are_the_same(queries: list[RowSpan], keys: list[RowSpan]) -> bool:
-    """Whether both are the same tokens, in rows that follow each other in the order of positions."""
+    """Return whether both are the same tokens, in rows ordered by position."""
     return [(span.position, span.length) for span in queries] == [
         (span.position, span.length) for span in keys
     ] and all(
@@ -156,7 +156,7 @@ def _are_the_same(queries: list[RowSpan], keys: list[RowSpan]) -> bool:
 
 
 def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
-    """Whether any query of ``q_rank`` sees any key of ``k_rank``."""
+    """Return whether any query of ``q_rank`` sees any key of ``k_rank``."""
     k_spans = _by_sequence(layout.spans(k_rank))
     return any(
         _trim(_region(q_span, k_span, mask)) is not None
@@ -167,9 +167,9 @@ def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def ring_shifts(layout: Layout, mask: Mask) -> tuple[int, ...]:
-    """The distances d for which some rank r sees a key of rank r - d; 0 always comes first.
+    """Return the distances at which some rank sees a key; 0 is first.
 
-    A ring only needs to stop at these: keys and values may hop from one listed distance straight to the next.
+    A ring needs to stop only at these: keys and values may skip the others.
     """
     n = layout.size
     return tuple(d for d in range(n) if d == 0 or any(touches(layout, r, (r - d) % n, mask) for r in range(n)))
@@ -183,7 +183,7 @@ def _by_sequence(spans: Iterable[RowSpan]) -> dict[int, list[RowSpan]]:
 
 
 def _divide(spans: Iterable[RowSpan], border: int) -> Iterator[RowSpan]:
-    """The spans, those that hold the position ``border`` inside cut there."""
+    """Split spans at the position ``border``."""
     for span in spans:
         before = border - span.position
         if 0 < before < span.length:
@@ -201,7 +201,7 @@ def _region(q_span: RowSpan, k_span: RowSpan, mask: Mask) -> Tile:
 
 
 def _trim(tile: Tile) -> Tile | None:
-    """Without the outer rows and columns that allow nothing, and without limits that do not bind."""
+    """Drop outer rows and columns without allowed pairs, and limits that do not bind."""
     low, high = tile.low, tile.high
     if low is not None and high is not None and low > high:
         return None
@@ -217,7 +217,7 @@ def _trim(tile: Tile) -> Tile | None:
 
 
 def _part(tile: Tile, row: int, row_end: int, column: int, column_end: int) -> Tile:
-    """The sub-rectangle of a BAND tile, its limits in its own coordinates and dropped where they do not bind."""
+    """Return a sub-rectangle of a BAND tile, with limits that bind."""
     rows, columns = row_end - row, column_end - column
     low = None if tile.low is None else tile.low + row - column
     high = None if tile.high is None else tile.high + row - column
@@ -227,7 +227,7 @@ def _part(tile: Tile, row: int, row_end: int, column: int, column_end: int) -> T
 
 
 def _split(tile: Tile, rows: Sequence[int], columns: Sequence[int], size: TileSize) -> Iterator[Tile]:
-    """The parts of a BAND tile between ``rows`` and between ``columns``, each cut as the kernel wants it."""
+    """Yield parts of a BAND tile, each cut for the kernel."""
     for row, row_end in pairwise(rows):
         for column, column_end in pairwise(columns):
             yield from _cut(_part(tile, row, row_end, column, column_end), size)
@@ -248,22 +248,22 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
     elif low is None and high is not None and high > 0:
         if size.whole_diagonals and not size.squares and rows + high == columns:
             yield tile
-        else:  # all rows see the first columns; behind them the diagonal begins
+        else:  # all rows see the first columns; the diagonal starts after them
             yield from _split(tile, (0, rows), (0, high, columns), size)
-    elif low is None:  # a diagonal that has ended: the rows below it see everything
+    elif low is None:  # a diagonal that ends above the last row: rows below see everything
         yield from _split(tile, (0, columns, rows), (0, columns), size)
     else:
         yield from _cut_band(tile, low, size)
 
 
 def _cut_band(tile: Tile, low: int, size: TileSize) -> Iterator[Tile]:
-    """A band with a binding left limit: in row blocks, each with its unmasked middle apart when that is wide."""
+    """Cut a band with a binding left limit into row blocks."""
     rows, columns = tile.q_length, tile.k_length
     high = tile.high if tile.high is not None else columns - 1
     if not size.band:
-        # FlashAttention counts the right limit from the last row's last column and drops it where that makes it as
-        # long as the tile is wide: the rows that it does not bind go apart. Beside a left limit, none is one that long:
-        # it binds the first rows of a tile higher than wide, which the left limit does not bind.
+        # FlashAttention counts the right limit from the last row's last column, and ignores a limit as long as the tile
+        # is wide: rows that the limit does not bind become a tile of their own. Beside a left limit, no right limit is
+        # as long as that: it binds the first rows of a tile higher than wide, which the left limit does not bind.
         if tile.high is not None and high + rows >= 2 * columns:
             yield from _split(tile, (0, columns - high, rows), (0, columns), size)
         elif tile.high is None and rows > columns + 1:
@@ -282,7 +282,7 @@ def _cut_band(tile: Tile, low: int, size: TileSize) -> Iterator[Tile]:
 
 
 def _join(tiles: list[Tile]) -> list[Tile]:
-    """Full tiles that touch, made into one: along the keys, then along the queries."""
+    """Join touching full tiles: along the keys, then along the queries."""
     joined: dict[tuple[int, int, int, bool], Tile] = {}
     for tile in sorted(tiles, key=lambda t: t.k_row):
         left = joined.pop((tile.q_row, tile.q_length, tile.k_row, tile.half), None)

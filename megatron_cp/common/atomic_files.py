@@ -1,4 +1,4 @@
-"""Write files and folders so that their readers find the old one or the new one, whenever the writer dies."""
+"""Write files and folders atomically: readers see the old content or the new."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 @contextmanager
 def written_aside(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]]:
-    """Yield a path beside each of ``paths``, to write a file or folder to, and rename them in order afterwards.
+    """Yield a temporary path beside each path, and rename them at the end.
 
-    Where the body raises, ``paths`` are as they were, and what was written is deleted.
+    If the body raises, ``paths`` stay unchanged and the temporary files are deleted.
 
     Args:
-        only_writer: no other process writes to ``paths``. What a process that was killed left is then overwritten.
+        only_writer: no other process writes to ``paths``. Leftovers of a killed process are then overwritten.
 
     Raises:
-        OSError: they cannot be renamed: a folder that is not empty is not replaced.
+        OSError: renaming failed: a folder that is not empty is not replaced.
     """
     mark = "" if only_writer else f"-{uuid.uuid4().hex[:8]}"  # process ids may repeat on another node
     aside = [path.with_name(f".{path.name}.partial{mark}") for path in paths]
@@ -34,13 +34,13 @@ def written_aside(*paths: Path, only_writer: bool = False) -> Iterator[list[Path
 
 
 def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> None:
-    """Replace a file's text; one process at a time writes to a ``path``.
+    """Replace a file's text atomically; one process at a time may write it.
 
     Args:
         survives_power_loss: wait until the file and its name are on the disk.
 
     Raises:
-        OSError: it cannot be written; the file is as it was.
+        OSError: writing failed; the file is unchanged.
     """
     with written_aside(path, only_writer=True) as (aside,):
         aside.write_text(text, encoding="utf-8")
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> N
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

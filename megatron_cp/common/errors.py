@@ -1,4 +1,4 @@
-"""The errors that a run reports to a person, how they are worded, and what a command ends with."""
+"""Errors that a run reports to a person, their format, and exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_cp.common.interpolation import as_written
 from megatron_cp.common.terminal import in_a_line
 
-# EXIT_FAILED is also for a layout that verify finds different, and for what doctor finds missing.
+# EXIT_FAILED is also verify's code for different results, and doctor's for missing parts.
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 129, 130, 143
 EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED, signal.SIGHUP: EXIT_HUNG_UP}
 
@@ -21,8 +21,8 @@ EXIT_OF_SIGNAL = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINAT
 class Violation:
     """One broken rule.
 
-    ``rule`` is the rule's id (``megatron-cp train --explain ID`` tells more), ``severity`` is "error" or "warning",
-    ``field`` the dotted name of the setting, ``value`` what it was set to, and ``fix`` what would satisfy the rule.
+    ``rule``: the rule's id (``megatron-cp train --explain ID`` prints it). ``severity``: "error" or "warning".
+    ``field``: the dotted name of the setting. ``value``: its value. ``fix``: what satisfies the rule.
     """
 
     rule: str
@@ -40,18 +40,18 @@ class Violation:
 
 
 def format_violations(violations: Sequence[Violation]) -> str:
-    """All violations in one text, errors before warnings."""
+    """Join violations into one text, errors before warnings."""
     return "\n".join(str(v) for v in sorted(violations, key=lambda v: v.severity != "error"))
 
 
 def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
-    """The first ``most`` texts in one, and how many more there are: on a line of its own where each text has one."""
+    """Join the first ``most`` texts, and state how many more there are."""
     left = len(texts) - most
     return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
 
 
 def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that have each value, where ``values[rank]`` is a rank's; in the order of their first ranks."""
+    """Group ranks by value, given one value a rank; in the order of first ranks."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)
@@ -59,15 +59,15 @@ def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    # In a row of ranks, a rank is as far from its place as the one before.
+    """Format ranks as ``rank 3`` or ``ranks 0-2, 5``."""
+    # rank - index is constant within a run of consecutive ranks.
     rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda each: each[1] - each[0])]
     text = shown([str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows], ", ", most=16)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 class ConfigError(ValueError, AssertionError):
-    """The configuration cannot run; raised before any process group exists. Carries every violation found."""
+    """Configuration that cannot run; ``violations`` lists what is wrong."""
 
     def __init__(self, problems: str | Sequence[Violation]) -> None:
         if isinstance(problems, str):
@@ -77,10 +77,10 @@ class ConfigError(ValueError, AssertionError):
 
 
 class RuntimeFault(RuntimeError):
-    """A running job cannot go on; the message names the rank, the step and what to do.
+    """Run that cannot continue; the message names the rank, the step and the fix.
 
-    ``on_all_ranks``: every rank raises the same one, so that one of them is enough to say it. ``of_data``: files or
-    settings are at fault, so that starting again would only meet it again.
+    ``on_all_ranks``: every rank raises the same fault, so one of them prints it. ``of_data``: caused by files or
+    settings, so a restart would fail in the same way.
     """
 
     def __init__(self, message: str, *, on_all_ranks: bool = False, of_data: bool = False) -> None:
@@ -90,12 +90,12 @@ class RuntimeFault(RuntimeError):
 
 
 class DataError(ValueError):
-    """A corpus, tokenizer or indexed file cannot be used; the message names it and says what is wrong with it."""
+    """Corpus, tokenizer or indexed file that cannot be used."""
 
 
 @contextmanager
 def readable(path: object) -> Iterator[None]:
-    """Raise DataError where the body finds that the file ``path`` cannot be read."""
+    """Raise DataError for an OSError of the body: file ``path`` cannot be read."""
     try:
         yield
     except OSError as error:
@@ -103,16 +103,16 @@ def readable(path: object) -> Iterator[None]:
 
 
 class UnusableCheckpoint(ValueError):
-    """A checkpoint's file is damaged, or holds what no checkpoint of ours does; the message names it."""
+    """Checkpoint file that is damaged or has foreign content; the message names it."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, which may have none."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or ["no details"])[0]
 
 
-def failed_alone(error: BaseException | None) -> bool:
-    """Whether an error is this rank's only, so that others may wait for it; ``None`` is no error."""
+def is_local_failure(error: BaseException | None) -> bool:
+    """Return whether only this rank has the error, so that others may wait for it."""
     if isinstance(error, RuntimeFault):
         return not error.on_all_ranks
     return error is not None and not isinstance(error, ConfigError | DataError)

@@ -1,4 +1,4 @@
-"""Read files that somebody else wrote: open them without waiting, and parse JSON with one kind of error."""
+"""Read files of unknown origin without blocking; parse JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-# How a file begins that is not UTF-8. UTF-32 comes first: its mark begins with that of UTF-16.
+# Byte order marks of encodings other than UTF-8. UTF-32 first: its mark starts with UTF-16's.
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -21,12 +21,12 @@ _OTHER_MARKS = {
 
 
 def file_or_pipe(path: str, flags: int) -> int:
-    """Open a regular file, or a pipe that has a writer (a shell's ``<(...)``): the ``opener`` of :func:`open`.
+    """Open a regular file, or a pipe with a writer: the ``opener`` of ``open``.
 
-    A named pipe without a writer reads as an empty file instead of waiting for one.
+    A named pipe without a writer reads as an empty file instead of blocking. A shell's ``<(...)`` has a writer.
 
     Raises:
-        OSError: the file cannot be opened, or is a folder or a device, which may have no end.
+        OSError: the file cannot be opened, or is a folder or a device (a device may have no end).
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
@@ -42,20 +42,20 @@ def read_bytes(path: str | os.PathLike[str], most: int = -1) -> bytes:
     """Read a file or pipe, or its first ``most`` bytes.
 
     Raises:
-        OSError: as :func:`file_or_pipe` does, and for a pipe without content.
+        OSError: as :func:`file_or_pipe`, and for a pipe without content.
     """
     with open(path, "rb", opener=file_or_pipe) as file:
         content = file.read(most)
         if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.ENODATA, "Is a pipe that nobody has written to", str(path))
+            raise OSError(errno.ENODATA, "Is a pipe without a writer", str(path))
         return content
 
 
 def decode_text(content: bytes, path: str | os.PathLike[str]) -> str:
-    """Decode UTF-8; a byte order mark at its start is not part of the text.
+    """Decode UTF-8, without a byte order mark.
 
     Raises:
-        ValueError: ``content`` is not UTF-8: which encoding it is, and the command that converts the file ``path``.
+        ValueError: ``content`` is not UTF-8; the message has the command that converts the file ``path``.
     """
     if encoding := _other_encoding(content):
         file, copy = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
@@ -68,7 +68,7 @@ def decode_text(content: bytes, path: str | os.PathLike[str]) -> str:
 
 
 def _other_encoding(content: bytes) -> str | None:
-    """UTF-16 or UTF-32 by the mark, UTF-16LE or UTF-16BE by the zeros of ASCII letters without one, or None."""
+    """Detect UTF-16 or UTF-32, by its mark or by the zero bytes of ASCII."""
     for mark, encoding in _OTHER_MARKS.items():
         if content.startswith(mark):
             return encoding
@@ -77,10 +77,10 @@ def _other_encoding(content: bytes) -> str | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds; bytes may be UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
+    """Parse JSON in UTF-8, UTF-16 or UTF-32.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, or holds a number of thousands of digits.
+        ValueError: not JSON, nested too deeply, or a number with thousands of digits.
     """
     try:
         return json.loads(text)
@@ -89,14 +89,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value that a JSON file holds; raises OSError and ValueError as :func:`parse_json` does."""
+    """Parse a JSON file; raises OSError, and ValueError as :func:`parse_json`."""
     return parse_json(read_bytes(path))
 
 
 def special_files(folder: Path) -> list[Path]:
-    """What a folder has besides files and folders (links to them too): devices, pipes, sockets.
+    """List a folder's devices, pipes and sockets, and links to them.
 
-    Libraries that open files by themselves would read a device without end, and wait for a pipe's writer.
+    Libraries that open files themselves would read a device without end, or block on a pipe.
     """
     there = sorted(folder.iterdir()) if os.path.isdir(folder) else [folder]
     return [path for path in there if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))]

@@ -1,4 +1,4 @@
-"""How this package is installed: from a clone, whose scripts install more, or from a wheel. Pure."""
+"""Install commands of this package, from a clone or from a wheel. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PACKAGE = "megatron-cp"
 
 
 def clone() -> Path | None:
-    """The clone that the package runs from; None for an installed wheel."""
+    """Return the clone that the package runs from; None for an installed wheel."""
     folder = Path(__file__).resolve().parents[2]
     return folder if (folder / "pyproject.toml").is_file() else None
 
 
 def how_to_install(extra: str) -> str:
-    """What to type for the packages of an extra: ``gpu``, ``mamba`` or ``wandb``."""
+    """Return the command that installs an extra: ``gpu``, ``mamba`` or ``wandb``."""
     if clone() is not None:
         return "in the clone: " + (
             "uv pip install -e '.[wandb]'" if extra == "wandb" else f"scripts/setup.sh --{extra}"
@@ -28,5 +28,5 @@ def how_to_install(extra: str) -> str:
 
 
 def how_to_install_requirement(name: str) -> str:
-    """What to type for a package that the program cannot do without."""
+    """Return the command that installs a required package."""
     return "in the clone: scripts/setup.sh" if clone() is not None else f"pip install {shlex.quote(name)}"

@@ -1,4 +1,4 @@
-"""Values that a recipe reads from environment variables: used as they are, written as the recipe has them."""
+"""Values that a recipe reads from environment variables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from megatron_cp.common.terminal import hide
 
-# Interpolations of interpolated values that all settings may have together: enough for a recipe, and too few for one
-# whose text doubles at each step (3 ** (16 / 3) evaluations at most).
+# Limit of interpolations of interpolated values, over all settings: enough for a recipe, too few for one whose text
+# doubles at each step (3 ** (16 / 3) evaluations at most).
 MOST_CHAINED = 16
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)(?:,([^${}]*))?\}")
 _REFERENCE = re.compile(r"\$\{(?:oc\.env:[^${}]*|([\w.]+))\}")
 
 
 class FromEnvironment(str):
-    """A text that holds the value of an environment variable; ``repr`` shows the recipe's own text.
+    """Text from an environment variable; ``repr`` shows the recipe's text.
 
     ``written`` is the recipe's text, such as ``${oc.env:HOME}/runs``.
     """
@@ -38,7 +38,7 @@ class FromEnvironment(str):
 
 
 def as_written(value: Any) -> Any:
-    """A value, or all values of a mapping or list, with the recipe's text in place of :class:`FromEnvironment`."""
+    """Replace each :class:`FromEnvironment` in a value by the recipe's text."""
     if isinstance(value, FromEnvironment):
         return value.written
     if isinstance(value, Mapping):
@@ -46,8 +46,8 @@ def as_written(value: Any) -> Any:
     return [as_written(each) for each in value] if isinstance(value, list) else value
 
 
-def looked_up(written: str) -> str:
-    """A written text with the present values of the environment variables that it names; unset ones stay as written."""
+def substitute_environment(written: str) -> str:
+    """Substitute environment variables in a recipe's text; unset ones stay as written."""
     text = _VARIABLE.sub(lambda found: _read(found[1]) or found[2] or found[0], written)
     return text if text == written else FromEnvironment(text, written)
 
@@ -60,8 +60,8 @@ def _read(name: str) -> str | None:
 
 
 @contextmanager
-def reads_recorded() -> Iterator[list[str]]:
-    """Collect the names of the environment variables that interpolations read, and hide their values in messages."""
+def record_reads() -> Iterator[list[str]]:
+    """Collect the variables that interpolations read, and hide their values."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -80,7 +80,7 @@ def reads_recorded() -> Iterator[list[str]]:
 
 
 def chained(values: Mapping[str, Any]) -> int:
-    """The number of interpolations in ``values`` (by dotted name) whose result may be interpolated in turn."""
+    """Count the interpolations in ``values`` whose result may be interpolated in turn."""
     plain = {name for name, value in values.items() if not isinstance(value, list) and "${" not in str(value)}
     number = 0
     for text in _texts(values.values()):
@@ -90,10 +90,13 @@ def chained(values: Mapping[str, Any]) -> int:
 
 
 def resolved(config: Any, names: list[str], by_value: tuple[str, ...]) -> Any:
-    """The plain values of an OmegaConf configuration; ``names`` is what :func:`reads_recorded` collects.
+    """Resolve an OmegaConf configuration to plain values.
 
-    A text that read an environment variable is a :class:`FromEnvironment`, except in the sections ``by_value``. Numbers
-    and switches are their values: they are checked and compared.
+    A text from an environment variable becomes a :class:`FromEnvironment`, except in the sections ``by_value``. Numbers
+    and booleans become plain values, which are checked and compared.
+
+    Args:
+        names: the list that :func:`record_reads` yields.
 
     Raises:
         ValueError: a variable holds a list or mapping with texts; the argument is the setting's name.

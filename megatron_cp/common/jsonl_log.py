@@ -1,4 +1,4 @@
-"""The lines of a run folder's ``.jsonl`` files, of runs that still write or were killed while they did. Pure."""
+"""Lines of a run folder's ``.jsonl`` files, also of running or killed runs. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_cp.common.input_files import file_or_pipe, parse_json, read_bytes
 METRICS = "metrics.jsonl"
 SCHEDULES = "schedules.jsonl"
 _BEGINS = re.compile(rb'\{"iteration": (\d{1,18})[,}]')
-_LAST = 10**18 - 1  # an iteration that no run gets to: numbers beyond it are damage
+_LAST = 10**18 - 1  # larger numbers are damage
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file, each with its ``iteration``; what is damaged or half written is left out.
+    """Read the complete lines that have an ``iteration``; skip damaged lines.
 
     Raises:
         OSError: the file cannot be read.
@@ -35,7 +35,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each complete line with its iteration, without reading the rest of it: one of many samples may be long.
+    """Yield each complete line and its iteration, without parsing the rest.
 
     Raises:
         OSError: the file cannot be read.
@@ -48,7 +48,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def keep_lines_until(path: Path, iteration: int) -> None:
-    """Resuming from an older checkpoint repeats iterations: their first lines go, and a half-written one too."""
+    """Drop lines after ``iteration``, which a resumed run repeats, and partial lines."""
     if not path.exists():
         return
     end, dropped, mixed = 0, False, False
@@ -67,6 +67,6 @@ def keep_lines_until(path: Path, iteration: int) -> None:
 
 
 def _iteration_of(line: bytes) -> int | None:
-    """``None`` where the line is damaged as far as its two ends tell."""
+    """Return a line's iteration; None if the line's start or end is damaged."""
     begins = _BEGINS.match(line)
     return int(begins[1]) if begins and line.endswith(b"}\n") else None

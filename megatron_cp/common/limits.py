@@ -1,4 +1,4 @@
-"""Limits of the system that a process has reached: which one it is, its value, and what raises it. Pure."""
+"""System limits that a process has reached, and how to raise them. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def reached_limit(error: BaseException) -> str | None:
-    """Name the limit that an exception is about, with its value and what to type; ``None`` if it is about no limit.
+    """Describe the limit behind an exception, and its fix; None if there is none.
 
-    An exception's own type and number where it has them: C++ code and other processes have only their texts.
+    Judged by type and number if the exception has them, else by text: C++ code and other processes have only that.
     """
     number = error.errno if isinstance(error, OSError) else None
     text = str(error) if isinstance(error, RuntimeError | ImportError) else ""
@@ -25,7 +25,7 @@ def reached_limit(error: BaseException) -> str | None:
 
     if is_about(errno.EMFILE, errno.ENFILE):
         return _too_few("open files", "ulimit -n", resource.RLIMIT_NOFILE, 65536)
-    if is_about(words=("shared memory",)):  # torch's words, of its DataLoader's processes too
+    if is_about(words=("shared memory",)):  # torch's text, also from DataLoader processes
         return shared_memory_full()
     in_words = ("can't allocate memory", "bad_alloc", "failed to map segment")
     if isinstance(error, MemoryError) or is_about(errno.ENOMEM, words=in_words):
@@ -39,7 +39,7 @@ def reached_limit(error: BaseException) -> str | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Describe an error in one line. torch's ``CheckpointException`` holds the ranks' own errors and tracebacks."""
+    """Describe an error in one line; the first rank's of ``CheckpointException``."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         error = next(iter(failures.values()))[0]
@@ -49,10 +49,10 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}{f' ({limit})' if limit else ''}"
 
 
-def lacks_files(needed: int) -> str | None:
-    """Name the limit of open files where this process cannot open ``needed`` more; ``None`` if it can.
+def describe_file_limit(needed: int) -> str | None:
+    """Describe the limit of open files if ``needed`` more would exceed it.
 
-    torch.distributed does not name it: it tries to connect again until its time limit.
+    torch.distributed does not name it: it retries connections until its timeout.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY or not os.path.isdir("/proc/self/fd"):
@@ -77,22 +77,22 @@ def _memory() -> str:
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY:
             kibibytes = soft // 1024
-            return f"{command}={kibibytes}: this process is out of host memory. Fix: {command} unlimited, or {less}"
-    return f"out of host memory{_of_cgroup('memory.max', ' (Slurm: sbatch --mem=0)')}. Fix: {less}"
+            return f"{command}={kibibytes}: host memory is used up. Fix: {command} unlimited, or {less}"
+    return f"host memory is used up{_of_cgroup('memory.max', ' (Slurm: sbatch --mem=0)')}. Fix: {less}"
 
 
 def shared_memory_full() -> str:
-    """Say that shared memory is full, which some calls report as a full disk."""
+    """Describe the limit of shared memory, which some calls report as a full disk."""
     where = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     size = "" if where is None else f"={where.f_frsize * where.f_blocks // 2**20} MiB"
     return (
-        f"/dev/shm{size}: shared memory, through which dataset.num_workers hand over batches, is full. "
+        f"/dev/shm{size}: shared memory, which dataset.num_workers use to pass batches, is full. "
         "Fix: dataset.num_workers=0, or mount -o remount,size=8G /dev/shm (docker run --shm-size=8g)"
     )
 
 
 def _of_cgroup(name: str, how: str) -> str:
-    """A limit of this process's control group (Slurm, containers), where there is one."""
+    """Describe a limit of this process's control group; empty if not set."""
     try:
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
         values = [(folder / name).read_text().strip() for folder in (_CGROUP / group.lstrip("/"), _CGROUP)]

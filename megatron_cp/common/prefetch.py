@@ -1,4 +1,4 @@
-"""What is wanted next, made in the background while what was wanted last is used."""
+"""Prefetch the next value in a background thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Prefetch[T]:
-    """Values that are each begun before they are asked for, one at a time, in a thread of this one's own.
+    """Values computed one at a time in a background thread, before they are needed.
 
-    It holds nothing of who makes them but while they are made, so that whoever holds it may go without closing it.
+    Keeps no reference to the producer between calls, so its owner can be garbage-collected without ``close()``.
 
     Args:
-        count: how many will be taken, if that is known: nothing is begun after the last of them.
-        name: the thread's.
+        count: number of values that will be taken; None if unknown. No further value is started.
+        name: name of the thread.
     """
 
     def __init__(self, *, count: int | None, name: str) -> None:
@@ -22,7 +22,7 @@ class Prefetch[T]:
         self._begun: Future[T] | None = None
 
     def take(self, make: Callable[..., T], *arguments: object) -> T:
-        """The value that was begun; if none was, this call's. Raises what went wrong with it."""
+        """Return the prefetched value, or compute it now; raises the call's error."""
         value = (self._begun or self._pool.submit(make, *arguments)).result()
         self._begun = None
         if self._left is not None:
@@ -30,21 +30,21 @@ class Prefetch[T]:
         return value
 
     def begin(self, make: Callable[..., T], *arguments: object) -> None:
-        """Have the next value made by this call, if it will be taken."""
+        """Start computing the next value, unless ``count`` values were taken."""
         if self._left is None or self._left > 0:
             self._begun = self._pool.submit(make, *arguments)
 
     def settle(self) -> None:
-        """Wait until nothing is being made: what was begun is there, or what went wrong with it."""
+        """Wait until no value is being computed."""
         if self._begun is not None:
             wait([self._begun])
 
     def forget(self) -> None:
-        """What was begun is not wanted; nothing is being made when this returns."""
+        """Discard the prefetched value; nothing is being computed when this returns."""
         if self._begun is not None and not self._begun.cancel():
             self.settle()
         self._begun = None
 
     def close(self) -> None:
-        """End the thread, after what it is making."""
+        """End the thread after the current computation."""
         self._pool.shutdown(wait=True, cancel_futures=True)

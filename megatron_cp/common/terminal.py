@@ -1,7 +1,6 @@
-"""Text for a terminal: control characters are escaped, values of environment variables are hidden.
+"""Safe text for a terminal: control characters are escaped, secrets are hidden.
 
-Every message, log line and table of this program goes through here. Names and values in it may come from files that
-somebody else wrote.
+Every message, log line and table goes through here: names and values may come from files of unknown origin.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NoReturn
 
-# C0 and C1 controls but tab and newline, line separators, marks that change the direction of text, lone surrogates
-# (bytes of a file name that are no UTF-8).
+# C0 and C1 controls except tab and newline, line separators, marks that change the text's direction, lone surrogates
+# (bytes of a file name that are not UTF-8).
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# A shorter value also stands in text that has nothing to do with it.
+# A shorter value may occur in unrelated text.
 _SHORTEST_HIDDEN = 8
 _hidden: dict[str, str] = {}
 
 
 def hide(value: str, shown: str) -> None:
-    """Show ``shown`` instead of ``value`` from now on; nothing for a short value or the path of something."""
+    """Print ``shown`` instead of ``value`` from now on, unless it is short or a path."""
     if len(value) >= _SHORTEST_HIDDEN and not os.path.exists(value):
         _hidden[value] = shown
 
 
 def printable(text: object) -> str:
-    """Escape control characters as Python writes them (``\\x1b``), and hide values; newlines and tabs stay."""
+    """Escape control characters as Python does (``\\x1b``), and hide values."""
     shown = str(text)
     for value, instead in _hidden.items():
         shown = shown.replace(value, instead)
@@ -38,12 +37,12 @@ def printable(text: object) -> str:
 
 
 def in_a_line(text: object) -> str:
-    """:func:`printable`, with newlines escaped too."""
+    """Make text :func:`printable`, with newlines escaped too."""
     return printable(text).replace("\n", "\\n")
 
 
 def say(*texts: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
-    """Print texts as :func:`printable` makes them."""
+    """Print texts made :func:`printable`."""
     print(*map(printable, texts), sep=sep, end=end, file=file, flush=flush)
 
 
@@ -57,7 +56,7 @@ class PrintableRecords(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing below an error in the body, for work that is done, and logged, once more elsewhere."""
+    """Log only errors in the body, for work that is logged again later."""
     ours = logging.getLogger("megatron_cp")
     before = ours.level
     ours.setLevel(logging.ERROR)
@@ -68,7 +67,7 @@ def quiet() -> Iterator[None]:
 
 
 class UsageError(SystemExit):
-    """Wrong arguments of a program. Not printed here: of several ranks, one prints it (cli/failures.py)."""
+    """Wrong arguments of a program; one of several ranks prints it."""
 
     def __init__(self, program: str, text: str) -> None:
         super().__init__(2)
@@ -76,7 +75,7 @@ class UsageError(SystemExit):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, with printable messages; wrong arguments raise :class:`UsageError`."""
+    """Parser with printable messages; raises :class:`UsageError`."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self.prog, f"{message}\n'{self.prog} --help' lists the options.")

@@ -1,4 +1,4 @@
-"""YAML files from anywhere: read within bounds, since a few lines of aliases can stand for a billion values."""
+"""Read YAML files within limits, also of their expanded aliases."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from typing import Any
 
 from megatron_cp.common.input_files import decode_text, read_bytes
 
-# A recipe with all settings has 300 values; a blend of thousands of files fits.
+# A recipe with all settings has 300 values; a blend of thousands of files fits too.
 MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 5_000, 32
-# Of files by Hydra: 90 for a recipe with another file of a group, 3 for each further file and each 100 values in it.
+# Files that Hydra reads: 90 for a recipe with a file of another group, 3 for each further file and each 100 values.
 MOST_LOOK_UPS = 400
-_LONGEST_PLAIN = 1_000  # a number has no quotes, and one of more digits takes long to calculate with
-_TEXT_OF_A_VALUE = 100  # characters that count as much as a value
+_LONGEST_PLAIN = 1_000  # characters without quotes: a longer number takes long to parse
+_TEXT_OF_A_VALUE = 100  # characters that count as one value
 
 
 class TooLargeError(ValueError):
-    """A YAML file stands for more than a recipe can need.
-
-    ``what`` is wrong with the file, and ``fix`` what to do.
-    """
+    """YAML file beyond the size of any recipe; ``what`` is wrong with it, and ``fix``."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}. Fix: {fix}")
@@ -31,12 +28,12 @@ class TooLargeError(ValueError):
 
 
 def bounded_text(path: str | os.PathLike[str]) -> str:
-    """The text of a YAML file.
+    """Read the text of a YAML file.
 
     Raises:
-        OSError: it cannot be read.
-        TooLargeError: it is too large, also with its aliases written out, too deep, or holds too long a number.
-        ValueError, YAMLError: it is no UTF-8, or no YAML.
+        OSError: the file cannot be read.
+        TooLargeError: too large (also with aliases expanded), nested too deeply, or a number is too long.
+        ValueError, YAMLError: not UTF-8, or not YAML.
     """
     content = read_bytes(path, MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -47,7 +44,7 @@ def bounded_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """The plain values of a YAML file; raises as :func:`bounded_text` does."""
+    """Return the plain values of a YAML file; raises as :func:`bounded_text` does."""
     import yaml
 
     return yaml.safe_load(bounded_text(Path(path)))
@@ -55,9 +52,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 @contextmanager
 def bounded_hydra() -> Iterator[None]:
-    """Let Hydra read files only as far as :func:`bounded_text` allows, and only so many by defaults lists.
+    """Limit the size and number of files that Hydra reads.
 
-    Two files that each name the next one twice would be read as often as aliases are written out.
+    Two files that each name the next one twice would be read exponentially often.
     """
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.sources_registry import SourcesRegistry
@@ -65,7 +62,7 @@ def bounded_hydra() -> Iterator[None]:
     from hydra.plugins.config_source import ConfigResult
     from omegaconf import OmegaConf
 
-    Plugins.instance()  # loads the class that reads files, under a name of its own
+    Plugins.instance()  # loads the class that reads files
     source: Any = SourcesRegistry.instance().types["file"]
     repository: Any = CachingConfigRepository
     usual_read, usual_look_up = source.load_config, repository.load_config
@@ -79,7 +76,7 @@ def bounded_hydra() -> Iterator[None]:
             values[config_path] = count_values(text)
         except TooLargeError as error:
             raise TooLargeError(f"{file.name} {error.what}", error.fix) from error
-        # As Hydra's own method does. That one reads a byte order mark as text, and then misses "# @package".
+        # As Hydra's own method, which reads a byte order mark as text and then misses "# @package".
         config, header = OmegaConf.load(io.StringIO(text)), self._get_header_dict(text)
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
 
@@ -87,8 +84,8 @@ def bounded_hydra() -> Iterator[None]:
         nonlocal left
         left -= 1 + values.get(config_path, 0) / 100
         if left < 0:
-            what = "a file names itself in its defaults list, or the lists name too many files"
-            raise TooLargeError(what, "name fewer files in 'defaults', each once")
+            what = "a file is included by its own defaults list, or the defaults lists include too many files"
+            raise TooLargeError(what, "include fewer files in 'defaults', each once")
         return usual_look_up(self, config_path)
 
     source.load_config, repository.load_config = read, look_up
@@ -99,9 +96,10 @@ def bounded_hydra() -> Iterator[None]:
 
 
 def count_values(text: str) -> float:
-    """The number of values that a YAML text stands for, aliases written out; raises as :func:`bounded_text` does.
+    """Count the values of a YAML text, aliases expanded.
 
-    Counted from the parser's events: aliases are not followed, what they name was counted before.
+    Counts the parser's events: aliases are not followed, the values that they repeat were counted before. Raises as
+    :func:`bounded_text`.
     """
     import yaml
 
@@ -114,7 +112,7 @@ def count_values(text: str) -> float:
             known[name] = count
         counts[-1] += count
         if counts[-1] > MOST_VALUES:
-            what = f"stands for more than {MOST_VALUES} values with its aliases written out"
+            what = f"expands to more than {MOST_VALUES} values, aliases included"
             raise TooLargeError(what, "write fewer values, without aliases (*name)")
 
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -127,11 +125,11 @@ def count_values(text: str) -> float:
             close(counts.pop(), names.pop())
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
-                raise TooLargeError(f"names itself by *{event.anchor}", "write the value instead")
+                raise TooLargeError(f"refers to itself by *{event.anchor}", "write the value instead")
             close(known.get(str(event.anchor), 1), None)
         elif isinstance(event, yaml.ScalarEvent):
             if event.style in (None, "") and len(event.value) > _LONGEST_PLAIN:
-                what = f"holds a value of {len(event.value)} characters without quotes"
-                raise TooLargeError(what, "write a text in quotes, and a number that a run can have")
+                what = f"has a value of {len(event.value)} characters without quotes"
+                raise TooLargeError(what, "put long texts in quotes, and use shorter numbers")
             close(1 + len(event.value) / _TEXT_OF_A_VALUE, event.anchor)
     return counts[0]

@@ -25,7 +25,7 @@ from megatron_cp.common.interpolation import (
     FromEnvironment,
     as_written,
     chained,
-    reads_recorded,
+    record_reads,
     resolved,
 )
 from megatron_cp.common.terminal import in_a_line
@@ -106,7 +106,7 @@ def load_recipe(
         ConfigError: all problems found.
     """
     choices, values = _split_overrides([overrides] if isinstance(overrides, str) else overrides)
-    with reads_recorded() as variables:
+    with record_reads() as variables:
         recipe, name = _compose(name_or_path, choices)
         layers = [recipe, *(_load_yaml(Path(file)) for file in files), _nest((flags or {}).items()), _nest(values)]
         plain = _resolve([_normalize(layer) for layer in layers], name, variables)
@@ -132,7 +132,7 @@ def from_settings(settings: dict[str, Any], problems: list[Violation] | None = N
 def _resolve(layers: list[dict[str, Any]], name: str, variables: list[str]) -> dict[str, Any]:
     """Merge layers over the defaults and resolve interpolations.
 
-    ``variables``: see :func:`reads_recorded`.
+    ``variables``: see :func:`record_reads`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

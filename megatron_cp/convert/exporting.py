@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.common.interpolation import looked_up
+from megatron_cp.common.interpolation import substitute_environment
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
 from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
@@ -112,7 +112,7 @@ def _tokenizer(settings: TokenizerConfig) -> tuple[Path | None, dict[str, Any], 
     """The folder of the run's tokenizer, the special tokens' ids, and why there is no folder, if there is none."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if settings.tokenizer_model:
-        settings = replace(settings, tokenizer_model=looked_up(settings.tokenizer_model))
+        settings = replace(settings, tokenizer_model=substitute_environment(settings.tokenizer_model))
     if settings.tokenizer_type == "NullTokenizer":
         return None, ids, "the run's was a NullTokenizer"
     try:

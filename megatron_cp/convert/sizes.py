@@ -31,11 +31,11 @@ def check_sizes(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     for name in (name for name, own in counts.items() if f"model.{own}" == NAME.model.num_moe_experts and experts):
         limits[name] = experts, f"the weights have {experts} experts in a layer"
     del limits["max_position_embeddings"]
-    found = Problems("the value that the model was published with; or fetch its weights again")
+    found = Problems("restore the published value, or fetch the weights again")
     for name, (most, what) in limits.items():
         value = values.get(name)
         found.unless(type(value) is not int or value <= most, name, value, what)
-    found.tell()
+    found.raise_if_any()
 
 
 def _numbered(pattern: re.Pattern[str], names: Mapping[str, Any]) -> int:

@@ -1,12 +1,12 @@
-"""Dynamic context parallelism: a CP size for every packed microbatch. See docs/explanation/dynamic_cp.md.
+"""Dynamic context parallelism: a CP size for every packed microbatch.
 
-Pure, and what the rest may import:
+See docs/explanation/dynamic_cp.md. Pure modules, which other packages may import:
 
-- what a schedule is, and what it costs: ``types``, ``groups``, ``cost``, ``calibration``;
-- making one: ``scheduler`` and ``fixed``, with their internals ``problem``, ``jobs``, ``plan``, ``binning``, ``gaps``;
-- looking at one: ``simulate``, ``report``, ``timeline``, ``recorded``, and ``distributions`` of lengths to try.
+- schedules and their cost: ``types``, ``buddy_tree``, ``cost``, ``calibration``;
+- scheduling: ``scheduler`` and its modules;
+- analysis: ``analysis``, and ``distributions`` of lengths.
 
-With torch, running one: ``iterator``, ``packing``, ``domain``, ``active_group``.
+With torch: ``runtime``.
 """
 
 from megatron_cp.dynamic_cp.buddy_tree import legal_groups

@@ -1,7 +1,7 @@
-"""The process groups that dynamic context parallelism may use: a buddy tree of aligned blocks of ranks.
+"""Process groups of dynamic context parallelism: a buddy tree of ranks.
 
-Every rank runs its groups in the order of the microbatches, so groups can never wait for each other in a circle; there
-are at most two groups for each rank in all, and a rank is in at most 1 + log2(num_ranks) of them.
+Every rank runs its groups in the order of microbatches, so groups cannot deadlock. There are at most two groups a rank
+in all, and a rank is in at most 1 + log2(num_ranks) of them.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from itertools import pairwise
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.parallel.layout import RankLayout
 
-Positions = tuple[int, ...]  # consecutive ranks of a domain, counted within it
+Positions = tuple[int, ...]  # consecutive ranks of a domain, numbered within it
 
 
 @dataclass(frozen=True)
 class BuddyTree:
-    """Aligned blocks of ranks, level by level; level 0 holds the narrowest blocks, the last level all ranks.
+    """Aligned blocks of ranks by level, from the narrowest blocks (0) to all ranks.
 
     ``levels[i][j]`` is the half-open range (start, stop) of block j of level i; the parent of block j is block
-    ``j // 2`` of the next level. Only the last block of a level may differ in size from the others.
+    ``j // 2`` of the next level. Only the last block of a level may differ in size.
     """
 
     num_ranks: int
     levels: tuple[tuple[tuple[int, int], ...], ...]
 
     def size(self, level: int) -> int:
-        """Ranks of a block of ``level`` (of the first one: the last block of a level may differ)."""
+        """Return the ranks of the level's first block; only the last block may differ."""
         start, stop = self.levels[level][0]
         return stop - start
 
     def is_regular(self, level: int) -> bool:
-        """Whether all blocks of ``level`` consist of the same number of narrowest blocks."""
+        """Return whether all blocks of ``level`` have the same number of narrowest blocks."""
         return level == 0 or self.tail_size(level) == self.size(level)
 
     def tail_size(self, level: int) -> int:
-        """Ranks of the last block of ``level``."""
+        """Return the ranks of the level's last block."""
         start, stop = self.levels[level][-1]
         return stop - start
 
 
 @lru_cache(maxsize=32)
 def buddy_tree(num_ranks: int, min_cp_size: int = 1) -> BuddyTree:
-    """The tree over ``num_ranks`` ranks whose narrowest blocks hold ``min_cp_size`` ranks.
+    """Build the tree of ``num_ranks`` with blocks of ``min_cp_size`` or more.
 
-    Narrowest blocks start at multiples of ``min_cp_size``; the last one takes the ranks that are left over. Each next
-    level joins neighbours in pairs, a last block without a neighbour stays as it is. For powers of two these are
-    the aligned power-of-two blocks.
+    Narrowest blocks start at multiples of ``min_cp_size``; the last one includes the remaining ranks. Each next level
+    joins neighbours in pairs; a last block without a neighbour stays. For powers of two these are the aligned
+    power-of-two blocks.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: must be at least 1")
@@ -67,11 +67,11 @@ def buddy_tree(num_ranks: int, min_cp_size: int = 1) -> BuddyTree:
 
 @lru_cache(maxsize=32)
 def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[Positions, ...]:
-    """Every group of ranks that :func:`megatron_cp.dynamic_cp.schedule` may use, widest first, each once.
+    """Return all groups that a schedule may use, widest first.
 
-    Ranks count within the data-and-context-parallel domain. For powers of two these are the aligned blocks of
-    min_cp_size * 2^i ranks; any other number of ranks adds the remainder blocks at the end (10 ranks: 8 and 9 form a
-    pair below the group of all ten).
+    Ranks are numbered within the data-and-context-parallel domain. For powers of two these are the aligned blocks of
+    min_cp_size * 2^i ranks; other numbers add remainder blocks at the end (10 ranks: 8 and 9 form a pair below the
+    group of all ten).
     """
     tree = buddy_tree(num_ranks, min_cp_size)
     blocks = {block for level in tree.levels for block in level}
@@ -79,14 +79,14 @@ def legal_groups(num_ranks: int, min_cp_size: int = 1) -> tuple[Positions, ...]:
 
 
 def fixed_groups(num_ranks: int, cp_size: int) -> tuple[Positions, ...]:
-    """The groups of packed static CP: neighbours, ``cp_size`` each."""
+    """Return the groups of packed static CP: neighbours, ``cp_size`` each."""
     return tuple(tuple(range(start, start + cp_size)) for start in range(0, num_ranks, cp_size))
 
 
 def configured_blocks(model: ModelConfig, of_evaluation: int | None, layout: RankLayout) -> tuple[Positions, ...]:
-    """The groups that the packed microbatches of a run may use, by their positions in a domain; none without packs.
+    """Return the groups of a run's packed microbatches, as positions in a domain.
 
-    ``of_evaluation`` is ``dist.eval_context_parallel_size``.
+    Empty without packing. ``of_evaluation`` is ``dist.eval_context_parallel_size``.
     """
     ranks = layout.dp * layout.cp
     blocks: tuple[Positions, ...] = ()
@@ -100,13 +100,13 @@ def configured_blocks(model: ModelConfig, of_evaluation: int | None, layout: Ran
 
 
 def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:
-    """Ranks of the all-to-all level where a block uses the two-level transport; the ring takes the rest.
+    """Return the ranks of a block's all-to-all level in the two-level transport.
 
     The largest number of neighbours that stay in one node (or in the configured all-to-all size), divide the block and
-    divide the heads: 1 means a ring alone, the whole block an all-to-all alone.
+    divide the heads: 1 is a ring only, the whole block an all-to-all only.
 
     Args:
-        heads: query heads of a tensor-parallel rank. (Key/value heads are shared where there are fewer.)
+        heads: query heads of a tensor-parallel rank. Fewer key/value heads are shared.
         ranks_per_node: neighbouring ranks of the domain that may form an all-to-all group, counted from position 0.
     """
 
@@ -119,9 +119,10 @@ def all_to_all_size(block: Positions, heads: int, ranks_per_node: int) -> int:
 
 
 def group_line(legal: Iterable[Positions], *, at_start: bool) -> str:
-    """What a run logs of its groups, by size: ``DYNAMIC_CONTEXT_PARALLEL_GROUPS 2:[0-1] 1:2 ranks alone``.
+    """Format the log line of a run's groups by size.
 
-    Positions count within a domain, of which all have the same groups.
+    Example: ``DYNAMIC_CONTEXT_PARALLEL_GROUPS 2:[0-1] 1:2 ranks alone``. Positions are numbered within a domain; all
+    domains have the same groups.
     """
     by_size: dict[int, list[Positions]] = {}
     for block in sorted(legal, key=lambda block: (-len(block), block)):
@@ -131,7 +132,7 @@ def group_line(legal: Iterable[Positions], *, at_start: bool) -> str:
     parts = []
     for size, blocks in by_size.items():
         shown = [f"[{block[0]}-{block[-1]}]" for block in blocks[:4]]
-        more = f",... {len(blocks)} in all" if len(blocks) > len(shown) else ""
+        more = f",... {len(blocks)} in total" if len(blocks) > len(shown) else ""
         parts.append(f"{size}:{','.join(shown)}{more}")
     parts.append(f"1:{ranks} ranks alone" if ranks > 1 else "1:[0]")
     when = "at the start" if at_start else "before their first use"

@@ -1,4 +1,4 @@
-"""Fit the cost model to measured times while training runs: the ratio of its parts differs from machine to machine."""
+"""Fit the cost model to measured times during training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_cp.dynamic_cp.cost import FITTED, CostModel
 
 @dataclass(frozen=True)
 class Fit:
-    """A calibrated cost model. residual: the median relative error of its predictions; prior_residual: the prior's.
+    """Calibrated cost model.
 
-    scale: how many times as slow as the prior the machine is on the whole. at_bound: the coefficients that wanted to
-    be further from the scaled prior than they may, of those that matter to the times.
+    residual, prior_residual: median relative errors of its and the prior's predictions. scale: the machine's time over
+    the prior's. at_bound: coefficients at a bound of their range, of those that matter to the times.
     """
 
     cost: CostModel
@@ -28,17 +28,15 @@ class Fit:
 
 
 class Calibrator:
-    """Collects measurements and fits the coefficients of a cost model to them.
+    """Collects measurements and fits a cost model's coefficients.
 
-    First the whole prior is scaled by the median of measured over predicted: how fast the machine is does not matter
-    to a schedule, only the ratios of the coefficients do, so that nothing bounds it. Then each coefficient
-    (per_microbatch, quadratic, linear, kv_intra, kv_inter, ring_step, per_sample) is the scaled prior's value times a
-    factor between 1 / bound and bound; one that is 0 in the prior stays 0. The fit minimizes relative errors by
-    iteratively reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm, and leans
-    slightly towards the scaled prior, which decides what the measurements cannot tell apart, and which stays where the
-    fit is no better.
+    First the prior is scaled by the median of measured over predicted, without a bound: schedules depend on ratios of
+    coefficients only. Then each coefficient (per_microbatch, quadratic, linear, kv_intra, kv_inter, ring_step,
+    per_sample) is the scaled prior's times a factor between 1 / bound and bound; 0 stays 0. The fit minimizes relative
+    errors by iteratively reweighted least squares with Huber's weights (1964), so a few disturbed steps do no harm. A
+    slight ridge towards the scaled prior decides what measurements cannot, and the prior stays if the fit is no better.
 
-    window: how many of the latest observations count.
+    window: number of latest observations used.
     """
 
     def __init__(self, prior: CostModel, *, window: int = 512, bound: float = 8.0, ridge: float = 1e-3) -> None:
@@ -50,17 +48,18 @@ class Calibrator:
         self._rows: deque[tuple[np.ndarray, float]] = deque(maxlen=window)
 
     def observe(self, microbatches: Sequence[tuple[Sequence[int] | np.ndarray, int]], seconds: float) -> None:
-        """Add one measurement: ``seconds`` of forward and backward over ``microbatches``, (lengths, cp_size) each.
+        """Add one measurement: ``seconds`` of forward and backward over ``microbatches``.
 
-        Usually one microbatch, or all that one rank ran in a step. Waiting for other ranks must not be in it.
+        Each is (lengths, cp_size); usually one microbatch, or all of a rank's step. Must not include waiting for other
+        ranks.
         """
         if not seconds > 0 or not microbatches:
-            raise ValueError(f"observe: seconds={seconds} of {len(microbatches)} microbatches: both must be positive")
+            raise ValueError(f"observe: seconds={seconds} of {len(microbatches)} microbatches: both must be above 0")
         parts = [(np.asarray(lengths, dtype=np.float64), cp_size) for lengths, cp_size in microbatches]
         self._rows.append((np.array([(s @ s, s.sum(), c, len(s)) for s, c in parts]), float(seconds)))
 
     def fit(self) -> Fit:
-        """The cost model that fits the observations best; the prior itself if there are none."""
+        """Return the best fitting cost model; the prior without observations."""
         if not self._rows:
             return Fit(self.prior, 0.0, 0.0, 0)
         table = np.concatenate([rows for rows, _ in self._rows])
@@ -82,10 +81,10 @@ class Calibrator:
         def errors(factors: np.ndarray, seconds: np.ndarray) -> np.ndarray:
             return np.abs(self._design(table, owner, factors) @ factors / seconds - 1.0)
 
-        # By the mean: the scale was chosen for the median, which with noisy times would hide what the fit found.
+        # By the mean: the scale was chosen by the median, which noisy times could hide the fit behind.
         if errors(factors, seconds).mean() >= errors(unscaled, seconds).mean():
             factors = unscaled
-        # What each coefficient makes of the times, at its prior or its fitted value; a tenth of them matters.
+        # Share of the times by coefficient, at its prior or fitted value; above a tenth it matters.
         shares = (self._design(table, owner, factors) * np.maximum(1.0, factors) / seconds[:, None]).mean(axis=0)
         clipped = (shares > 0.1) & ((factors <= 1 / self.bound) | (factors >= self.bound))
         values = {name: getattr(self.prior, name) * scale * f for name, f in zip(FITTED, factors.tolist(), strict=True)}
@@ -99,9 +98,9 @@ class Calibrator:
         )
 
     def _design(self, table: np.ndarray, owner: np.ndarray, factors: np.ndarray) -> np.ndarray:
-        """Seconds per factor of each observation: [observations, factors].
+        """Return seconds per factor of each observation: [observations, factors].
 
-        Exposed communication is max(0, a - b) of two linear terms; which of them counts is decided at ``factors``.
+        Exposed communication is max(0, a - b) of two linear terms; which one counts is decided at ``factors``.
         """
         prior = self.prior
         squares, tokens, c, samples = table.T
@@ -130,7 +129,7 @@ class Calibrator:
         return design
 
     def _solve(self, design: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """Weighted least squares with the ridge towards 1, each factor kept within the bounds."""
+        """Solve weighted least squares with a ridge towards 1 and bounded factors."""
         rows = len(design)
         normal = (design * weight[:, None]).T @ design / rows + self.ridge * np.diag((design**2).mean(axis=0) + 1e-6)
         target = (design * weight[:, None]).sum(axis=0) / rows + self.ridge * ((design**2).mean(axis=0) + 1e-6)

@@ -1,4 +1,4 @@
-"""Sequence-length distributions to schedule: two real ones, kept as data beside this module, and synthetic shapes."""
+"""Distributions of sequence lengths: two measured ones, and synthetic ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_cp.common.input_files import decode_text, read_bytes
 
-_MOST_DIGITS = 18  # of a length: any such number is an int64
-LEAST_LONGEST = {"long": 8192}  # distributions that begin at a length: what ``longest`` must be at least
+_MOST_DIGITS = 18  # of a length: fits int64
+LEAST_LONGEST = {"long": 8192}  # smallest allowed ``longest``
 _DATA = files("megatron_cp.dynamic_cp") / "distributions"
 
 
@@ -37,7 +37,7 @@ def _document_histogram() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _documents(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
     low, high, share = _document_histogram()
     bucket = rng.choice(len(share), size=n, p=share)
-    # Log-uniform inside a bucket: counts fall with length there too.
+    # Log-uniform inside a bucket: counts fall with length.
     return np.exp(rng.uniform(np.log(np.maximum(low[bucket], 1)), np.log(high[bucket] + 1)))
 
 
@@ -52,7 +52,7 @@ def _bimodal(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
 
 
 def _chat(rng: np.random.Generator, n: int, longest: int) -> np.ndarray:
-    """Instruction tuning with a little long context, in Llama 3's published proportions: 0.11 % near 37K, rest 1K."""
+    """Draw lengths in Llama 3's proportions: 0.11 % near 37K, the rest near 1K."""
     long = rng.random(n) < 0.0011
     return np.where(long, rng.normal(37_000, 8_000, size=n), rng.lognormal(np.log(1024) - 0.5, 1.0, size=n))
 
@@ -71,13 +71,13 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] 
 
 
 def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> np.ndarray:
-    """``count`` sequence lengths in tokens (int64, in random order), cut to ``longest``; the same for the same seed.
+    """Draw ``count`` lengths in tokens (int64), clipped to ``longest``, by seed.
 
     "wikipedia" (tokens of pages) and "documents" (pre-training documents, a histogram) are measured; the others are
-    shapes.
+    synthetic.
     """
     if name not in DISTRIBUTIONS:
-        raise ValueError(f"distribution {name!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
+        raise ValueError(f"distribution {name!r}: unknown; choose one of {', '.join(DISTRIBUTIONS)}")
     if count < 1 or longest < 1:
         raise ValueError(f"count={count} and longest={longest}: both must be at least 1")
     if longest < LEAST_LONGEST.get(name, 1):
@@ -87,10 +87,10 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> np.nda
 
 
 def read_lengths(path: str) -> np.ndarray:
-    """Sequence lengths (int64) from a text file, which may be packed with gzip: whole numbers, commas or not.
+    """Read sequence lengths (int64) from a text file, optionally gzipped.
 
     Raises:
-        ValueError: what is wrong with the file, or that it holds none.
+        ValueError: the file cannot be read, or has no lengths.
     """
     try:
         raw = read_bytes(path)
@@ -100,22 +100,22 @@ def read_lengths(path: str) -> np.ndarray:
     try:
         text = decode_text(raw, path)
     except ValueError as error:
-        what = "a file of lengths has whole numbers, one a line or separated by spaces"
-        raise ValueError(f"{path}: {what}; this one {error}") from error
+        what = "a file of lengths must have whole numbers, one a line or separated by spaces"
+        raise ValueError(f"{path}: {what}; the file {error}") from error
     return parse_lengths(text, path)
 
 
 def parse_lengths(text: str, source: str) -> np.ndarray:
-    """Sequence lengths (int64) written as whole numbers of 1 or more; ``source`` is named in what is raised.
+    """Parse whole numbers of 1 or more (int64); ``source`` is named in errors.
 
     Raises:
-        ValueError: something else among them, with its line, or nothing at all.
+        ValueError: other text, with its line, or no lengths.
     """
     lengths: list[int] = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
             if word.isdecimal() and len(word) > _MOST_DIGITS:
-                raise ValueError(f"{source}:{number}: a number of {len(word)} digits is no length in tokens")
+                raise ValueError(f"{source}:{number}: a number of {len(word)} digits is too long for a length")
             if not word.isdecimal() or int(word) < 1:
                 raise ValueError(
                     f"{source}:{number}: {word!r} is not a whole number of 1 or more; one length a line, or separated "
@@ -123,5 +123,5 @@ def parse_lengths(text: str, source: str) -> np.ndarray:
                 )
             lengths.append(int(word))
     if not lengths:
-        raise ValueError(f"{source}: holds no lengths")
+        raise ValueError(f"{source}: has no lengths")
     return np.array(lengths, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""A schedule: which ranks run which samples in which microbatch."""
+"""Schedules: which ranks run which samples in which microbatch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One optimizer step. ``microbatches[k]`` lists the groups of microbatch k, disjoint and in rank order.
+    """One optimizer step: a list of groups for each microbatch.
 
-    Every rank runs its groups in the order of the microbatches. A rank in no group of microbatch k is idle there: the
-    runner gives it a dummy microbatch where ranks must keep step (pipeline stages, expert parallelism), and may let
-    it go ahead otherwise.
+    ``microbatches[k]`` lists microbatch k's groups, disjoint and in rank order. Every rank runs its groups in the order
+    of the microbatches. A rank in no group of microbatch k is idle: in lockstep (pipeline stages, expert parallelism)
+    it runs a dummy microbatch, otherwise it may continue with the next one.
     """
 
     num_ranks: int
@@ -40,7 +40,7 @@ class Schedule:
         return len(self.microbatches)
 
     def idle_slots(self) -> list[tuple[int, ...]]:
-        """For each microbatch the ranks that have no group in it, ascending."""
+        """Return the idle ranks of each microbatch, ascending."""
         idle = []
         for groups in self.microbatches:
             busy = {rank for group in groups for rank in group.ranks}
@@ -48,15 +48,15 @@ class Schedule:
         return idle
 
     def groups_of(self, rank: int) -> list[Group | None]:
-        """What ``rank`` runs, one entry a microbatch; None where it is idle."""
+        """Return the group of ``rank`` in each microbatch; None if idle."""
         return [next((g for g in groups if g.ranks[0] <= rank <= g.ranks[-1]), None) for groups in self.microbatches]
 
 
 def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) -> int:
-    """Tokens that a sample of ``length`` takes on ``cp_size`` ranks.
+    """Return the padded tokens of a sample of ``length`` on ``cp_size`` ranks.
 
-    A multiple of 2 * cp_size, so that each rank gets an early and a late chunk of equal size, and of the tensor
-    parallel size where sequence parallelism splits a rank's tokens again (``sequence_parallel_size``, else 1).
+    A multiple of 2 * cp_size, so that each rank gets an early and a late chunk of equal size. With sequence parallelism
+    also of the tensor parallel size, which splits a rank's tokens again (``sequence_parallel_size``, else 1).
     """
     unit = 2 * cp_size * sequence_parallel_size
     return -(-length // unit) * unit

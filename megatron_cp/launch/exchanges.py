@@ -1,16 +1,16 @@
-"""Tell exceptions that came out of an exchange between ranks: by where they were raised, not by their text.
+"""Recognize exceptions of communication between ranks.
 
-A lost peer has no exception of its own. gloo raises RuntimeError with many texts, also for wrong arguments; so does
-torch for almost every other error. What is certain is the call that raised. An exchange is
+torch has no exception type for a lost peer: gloo raises RuntimeError with many texts, also for wrong arguments.
+These exceptions count as communication errors:
 
 - an exception of torch.distributed's own types (``DistError``: NCCL, stores);
 - a RuntimeError with a frame of torch.distributed in its traceback;
-- one that a ``.wait()`` raised: handles of asynchronous collectives have no Python frame;
-- one out of autograd's engine, which runs collectives of its own threads and loses their frames.
+- an exception of a ``.wait()`` call: handles of asynchronous collectives have no Python frame;
+- an exception out of autograd's engine, which runs collectives in its own threads and loses their frames.
 
-For the rest the other ranks are asked (``HealthMonitor.explain``). An exchange that fails while another rank is gone or
-has failed is a lost peer. So is one that took the whole time limit or broke a connection (by the system's own words for
-that), on this rank or another. Else all ranks are well: the error is this rank's own and keeps its traceback.
+``HealthMonitor.explain`` then asks the other ranks. The cause is a lost peer if another rank exited or failed, if a
+connection broke, or if the exchange took the whole time limit. Otherwise the error is this rank's own and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NETWORK_ERRORS = (
 
 
 def is_exchange(error: BaseException) -> bool:
-    """Whether ``error`` came out of an exchange between ranks."""
+    """Return whether ``error`` came out of communication between ranks."""
     if isinstance(error, dist.DistError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -49,13 +49,13 @@ def is_exchange(error: BaseException) -> bool:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether an exchange failed by a broken connection: torch's own type, or the system's words for it."""
+    """Return whether a connection broke: torch's type, or the system's text."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(os.strerror(number).lower() in text for number in _NETWORK_ERRORS)
 
 
 def name_of_exchange(error: BaseException) -> str:
-    """The torch.distributed call that failed and its caller, from the traceback."""
+    """Name the torch.distributed call that failed, and its caller, from the traceback."""
     collective, caller = "", ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
@@ -71,7 +71,7 @@ def _of_torch(frame: traceback.FrameSummary, part: str) -> bool:
 
 
 def _is_wait(frame: traceback.FrameSummary) -> bool:
-    """Whether the call that raised in this frame is a ``.wait(...)``."""
+    """Return whether the call that raised in this frame is a ``.wait(...)``."""
     if None in (frame.lineno, frame.end_lineno, frame.colno, frame.end_colno):
         return False
     first, last = cast(int, frame.lineno), cast(int, frame.end_lineno)
@@ -80,6 +80,6 @@ def _is_wait(frame: traceback.FrameSummary) -> bool:
     lines[0] = lines[0][frame.colno :]
     try:
         call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
-    except (SyntaxError, ValueError):  # changed since it was read
+    except (SyntaxError, ValueError):  # the file has changed since its import
         return False
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "wait"

@@ -1,7 +1,7 @@
-"""What ranks tell each other, through a store, when one of them cannot go on: the alarm, who is there, what was found.
+"""Failure reports of all ranks, read when a rank cannot continue.
 
-One store serves all ranks, so requests are few: every rank signs once, one rank reads what they signed, and the others
-read the line that it makes of it.
+One store serves all ranks, so requests are few. Every rank writes one report, one rank collects the reports, and the
+others read the result.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
     from megatron_cp.launch.store_watch import BoundedStore
 
-_ALARM, _SIGNED, _COLLECTOR, _REPORT = ("alarm", "signed", "collector", "found")
-_PATIENCE = 4.0  # seconds to wait for signatures: ranks look at the alarm every second
+_ALARM, _REPORTS, _COLLECTOR, _RESULT = ("alarm", "signed", "collector", "found")
+_PATIENCE = 4.0  # seconds to wait for reports: ranks check the alarm every second
 
 
 class FailureReport(NamedTuple):
-    """Why the run cannot go on, the lowest rank that lives, which reports it, and whether all ranks are well: each
-    answers, none has failed, no connection broke."""
+    """Cause of a stopped run.
+
+    ``lowest`` is the lowest living rank, which prints the message. ``all_well``: every rank answered, no rank failed
+    and no connection broke.
+    """
 
     why: str
     lowest: int
@@ -32,79 +35,82 @@ class FailureReport(NamedTuple):
 
 
 class FailureStore:
-    """``rank``'s view of the board that the ``size`` ranks have in ``store``. Raises RuntimeError where that is gone.
+    """Access of one ``rank`` to the failure reports of ``size`` ranks in ``store``.
 
-    ``patience``: seconds that a rank has to sign once the alarm is up.
+    ``patience``: seconds for a rank to report after the alarm. Methods raise RuntimeError if the store is lost.
     """
 
     def __init__(self, store: dist.Store | BoundedStore, rank: int, size: int, patience: float = _PATIENCE) -> None:
         self._store, self._rank, self._size, self._patience = store, rank, size, patience
 
     def alarm(self) -> bool:
-        """Whether any rank cannot go on, and so the run cannot; one request."""
+        """Return whether any rank raised the alarm; one request."""
         return self._store.check([_ALARM])
 
-    def sign(self, doing: str) -> None:
-        """This rank lives."""
+    def report_alive(self, doing: str) -> None:
+        """Report that this rank is alive."""
         self._append("present", doing)
 
-    def fell(self, why: str) -> None:
-        """This rank cannot go on. Raises the alarm."""
+    def report_failure(self, why: str) -> None:
+        """Report that this rank cannot continue, and raise the alarm."""
         self._append("fallen", why)
         self._store.set(_ALARM, "")
 
-    def find_out(self, doing: str, *, broken: bool = False) -> FailureReport:
-        """Ask why the run cannot go on; takes up to a few seconds. ``broken``: this rank lost a connection.
+    def diagnose(self, doing: str, *, broken: bool = False) -> FailureReport:
+        """Raise the alarm and return why the run cannot continue; takes a few seconds.
 
-        Raises the alarm. The first rank that asks finds out, the others are told.
+        The first rank that calls collects the reports; the others read the result. ``broken``: this rank lost a
+        connection.
         """
         self._store.set(_ALARM, "")
         if broken:
             self._append("broken", "")
-        self.sign(doing)
+        self.report_alive(doing)
         collector = int(self._store.compare_set(_COLLECTOR, "", str(self._rank)))
         if collector == self._rank:
-            self._store.set(_REPORT, json.dumps(self._found_now()))
+            self._store.set(_RESULT, json.dumps(self._collect()))
         deadline = time.monotonic() + 2 * self._patience
-        while not self._store.check([_REPORT]):
+        while not self._store.check([_RESULT]):
             if time.monotonic() > deadline:
-                why = f"rank {collector}, which asked who is there, is gone before it could tell"
+                why = f"rank {collector} collected the reports and exited before it wrote the result"
                 return FailureReport(why, self._rank, all_well=False)
             time.sleep(self._patience / 8)
-        found = FailureReport(*json.loads(self._store.get(_REPORT)))
-        return self._found_now() if found.all_well else found  # a rank may have failed since then
+        found = FailureReport(*json.loads(self._store.get(_RESULT)))
+        return self._collect() if found.all_well else found  # a rank may have failed since then
 
     def _append(self, kind: str, text: str) -> None:
         # torch's stub lacks append.
-        self._store.append(_SIGNED, json.dumps([kind, self._rank, text]) + "\n")  # type: ignore[union-attr]
+        self._store.append(_REPORTS, json.dumps([kind, self._rank, text]) + "\n")  # type: ignore[union-attr]
 
-    def _found_now(self) -> FailureReport:
-        """Read what ranks signed, until all have or their time is over."""
+    def _collect(self) -> FailureReport:
+        """Read the reports until all ranks have reported or ``patience`` is over."""
         deadline = time.monotonic() + self._patience
         while True:
-            signed: dict[str, dict[int, str]] = {"present": {}, "fallen": {}, "broken": {}}
-            for line in self._store.get(_SIGNED).decode().splitlines():
+            reports: dict[str, dict[int, str]] = {"present": {}, "fallen": {}, "broken": {}}
+            for line in self._store.get(_REPORTS).decode().splitlines():
                 kind, rank, text = json.loads(line)
-                signed[kind][rank] = text
-            fallen = signed["fallen"]
-            present = {rank: text for rank, text in signed["present"].items() if rank not in fallen}
-            missing = [rank for rank in range(self._size) if rank not in present and rank not in fallen]
+                reports[kind][rank] = text
+            failed = reports["fallen"]
+            present = {rank: text for rank, text in reports["present"].items() if rank not in failed}
+            missing = [rank for rank in range(self._size) if rank not in present and rank not in failed]
             if not missing or time.monotonic() > deadline:
                 break
             time.sleep(self._patience / 16)
-        all_well = not missing and not fallen and not signed["broken"]
-        return FailureReport(reason(present, fallen, missing), min(present, default=self._rank), all_well)
+        all_well = not missing and not failed and not reports["broken"]
+        return FailureReport(reason(present, failed, missing), min(present, default=self._rank), all_well)
 
 
-def reason(present: Mapping[int, str], fallen: Mapping[int, str], missing: Sequence[int]) -> str:
-    """Say why a run cannot go on: what each fallen rank reported, and which ranks are missing.
+def reason(present: Mapping[int, str], failed: Mapping[int, str], missing: Sequence[int]) -> str:
+    """Describe why a run cannot continue: failed ranks, then missing ranks.
 
-    Where neither explains it, what each present rank was doing.
+    If no rank failed or is missing, describe what each rank was doing.
     """
-    reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(fallen.items())]
+    reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(failed.items())]
     parts = [shown(reasons, "; ")] if reasons else []
     if missing:
-        parts.append(f"{shown_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone (killed, crashed or frozen)")
+        parts.append(
+            f"{shown_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer (killed, crashed or frozen)"
+        )
     if parts:
         return "; ".join(parts)
     by_doing: dict[str, list[int]] = {}

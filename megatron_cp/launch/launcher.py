@@ -1,4 +1,4 @@
-"""Environment variables: what the launcher (torchrun, Slurm) says of this process, and what a recipe adds."""
+"""Environment variables of the launcher (torchrun, Slurm) and of recipes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_cp.common.errors import ConfigError, Violation
 
 
 def number(variable: str, fix: str = "start the run with torchrun, or unset it") -> int | None:
-    """A variable that holds a number; None where it is not set. ``fix`` says what to do where it holds something else.
+    """Return a variable's number; None if it is not set.
 
     Raises:
-        ConfigError: it holds something else. Not by ``str.isdigit``, which knows digits that ``int`` does not.
+        ConfigError: not a number. Not checked by ``str.isdigit``, which accepts digits that ``int`` refuses.
     """
     text = os.environ.get(variable)
     if text is None:
@@ -25,15 +25,15 @@ def number(variable: str, fix: str = "start the run with torchrun, or unset it")
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher.
+    """Return this process's rank; 0 without a launcher.
 
     Raises:
-        ConfigError: it is no number, or none of the ranks that were started; or what is said of its node is none.
+        ConfigError: RANK, LOCAL_RANK or a size is not a number, or RANK is not below WORLD_SIZE.
     """
     rank, ranks = number("RANK") or 0, world_size()
-    local_rank(), local_world_size()  # here, before ranks wait for each other
+    local_rank(), local_world_size()  # checked here, before ranks wait for each other
     if ranks is not None and rank >= ranks:
-        message = f"the variable must be below WORLD_SIZE, which is {ranks}: ranks count from 0"
+        message = f"the variable must be below WORLD_SIZE={ranks}: ranks count from 0"
         raise ConfigError(
             [Violation("K35", "error", "RANK", message, "start the run with torchrun, or unset both", rank)]
         )
@@ -41,46 +41,49 @@ def rank() -> int:
 
 
 def world_size() -> int | None:
-    """The number of ranks that were started; None without a launcher."""
+    """Return the number of ranks; None without a launcher."""
     return number("WORLD_SIZE")
 
 
 def local_rank() -> int | None:
-    """This process's rank among those of its node; None without a launcher."""
+    """Return this process's rank on its node; None without a launcher."""
     return number("LOCAL_RANK")
 
 
 def local_world_size() -> int | None:
-    """The number of ranks on this node; None without a launcher."""
+    """Return the number of ranks on this node; None without a launcher."""
     return number("LOCAL_WORLD_SIZE")
 
 
 def on_one_node() -> bool:
-    """Whether all ranks are known to be on this node."""
+    """Return whether all ranks are known to be on this node."""
     size = world_size()
     return size in (None, 1, local_world_size())
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that speaks for all. So is each one whose rank is no number."""
+    """Return whether this process reports for all ranks."""
     try:
         return rank() == 0
     except ConfigError:
         return True
 
 
-def can_tell_other_nodes() -> bool:
-    """Whether there are other nodes and a launcher that keeps the store. (It ends those of its own node itself; and
-    what was said in a first start would be heard in the next.)"""
-    said = os.environ
+def can_notify_other_nodes() -> bool:
+    """Return whether other nodes exist and a launcher keeps the store.
+
+    The launcher stops the ranks of its own node itself. Not after a restart: the new ranks would read the report of the
+    first start.
+    """
+    environment = os.environ
     return (
-        said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and said.get("LOCAL_WORLD_SIZE") != said.get("WORLD_SIZE")
-        and said.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
+        and environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     )
 
 
 def add_variables(variables: Mapping[str, str]) -> None:
-    """Set a recipe's environment variables (``env_vars``), but none that the launcher or the shell has set."""
+    """Set a recipe's ``env_vars``, except variables that are set already."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""What a process shares with the one that started it (its end, its terminal), and how programs are started."""
+"""Links between a process and its parent, and commands that start programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def end_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
     The parent is the thread that forked this process: it must live as long as the parent does.
 
     Args:
-        parent: the parent's process id. If it is gone already, no signal would come: this process ends at once.
+        parent: the parent's process id. If that process has ended already, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
@@ -42,15 +42,15 @@ def announce_launcher() -> None:
 
 
 def has_own_launcher() -> bool:
-    """Whether ``megatron_cp.torchrun`` has started this process, and not torch's torchrun."""
+    """Return whether ``megatron_cp.torchrun`` started this process."""
     return _LAUNCHER in os.environ
 
 
 def end_with_launcher() -> None:
-    """End this rank when torchrun is killed; does nothing in a process that torchrun has not started.
+    """End this rank when torchrun is killed; does nothing without torchrun.
 
-    SIGKILL, at once: torchrun keeps the store, without which ranks could not report each other's end, and a checkpoint
-    is complete or absent.
+    By SIGKILL: torchrun keeps the store, without which ranks cannot report failures. Checkpoints stay complete or
+    absent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -62,7 +62,7 @@ def end_with_launcher() -> None:
 
 
 def end_when_interrupted() -> None:
-    """End this process at SIGINT with one line, not a traceback; for the time until a command handles SIGINT itself."""
+    """End this process at SIGINT with one line, until a command sets its own handler."""
 
     def end(number: int, frame: FrameType | None) -> None:
         say("megatron-cp: interrupted", file=sys.stderr, flush=True)
@@ -72,14 +72,14 @@ def end_when_interrupted() -> None:
 
 
 def signals_to_stop_at() -> list[signal.Signals]:
-    """The signals that stop a run; not SIGHUP if it is ignored, as under nohup."""
+    """List the signals that stop a run; not SIGHUP if it is ignored, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in EXIT_OF_SIGNAL if not (ignored and number == signal.SIGHUP)]
 
 
 @contextmanager
 def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handle these signals so in the body, and as before after it."""
+    """Handle signals by ``handler`` in the body, then restore the handlers."""
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -89,16 +89,16 @@ def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
 
 
 def _namespace() -> str:
-    """In which process ids have the same meaning: a container may have its own."""
+    """Return the namespace of process ids: a container may have its own."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return "unknown"
 
 
 def drop_lost_output() -> None:
-    """Send standard output and errors nowhere if nobody can read them any more, so that writing raises no error.
+    """Redirect output to nowhere if the terminal or the pipe's reader is gone.
 
-    A terminal that hung up, or a pipe without a reader; both are the usual cause of SIGHUP.
+    Otherwise writing raises an error. Both usually come with SIGHUP.
     """
     for descriptor in (1, 2):
         poll = select.poll()
@@ -111,10 +111,10 @@ def drop_lost_output() -> None:
 
 
 def program(name: str, module: str = "megatron_cp") -> str:
-    """How a shell in the current folder starts a program of this environment.
+    """Return the shell command that starts a program of this environment.
 
     Args:
-        module: what ``python -m`` starts where the program itself is not installed.
+        module: module for ``python -m`` if the program is not installed.
     """
     started = sys.argv[0] if os.path.basename(sys.argv[0]) == name else sys.executable
     found, own = shutil.which(name), Path(started).with_name(name)

@@ -1,10 +1,9 @@
-"""Time limits for requests to the store of torch.distributed, and a thread that ends a rank whose store is silent.
+"""Time limits for requests to torch.distributed's store.
 
-torch's TCPStore client (2.11) reads answers without a time limit: while the process that keeps the store is frozen,
-``check``, ``get``, ``add``, ``wait``, ``compare_set``, ``clone`` and the constructor block, whatever timeout they were
-given. So each request of ours runs in a thread and is waited for with a limit. Requests of torch's own (gloo and NCCL
-exchange addresses through the store) cannot be wrapped: a thread asks the store from time to time, and ends this
-process where no answer comes within the time limit.
+torch's TCPStore client (2.11) reads answers without a time limit: while the store's process is frozen, every method
+and the constructor block. So each of our requests runs in a thread with a limit. torch's own requests (gloo and NCCL
+exchange addresses through the store) cannot be wrapped: a thread checks the store regularly, and ends this process if
+no answer comes within the limit.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from megatron_cp.common.errors import EXIT_FAILED, RuntimeFault
 from megatron_cp.common.terminal import say
 from megatron_cp.launch import launcher
 
-GO_ON = "Start the run again to go on from the last checkpoint (torchrun --max-restarts=N does so by itself)."
-_PAUSE = 10.0  # seconds between questions, at most; a tenth of the limit where that is less
-_TO_END = 2.0  # seconds, for a thread that may be in a request
-_TURN = 3.0  # seconds that the other ranks of a node wait for the one that reports
+RESTART = "Fix: start the run again; it resumes from the last checkpoint (torchrun --max-restarts=N restarts it)."
+_PAUSE = 10.0  # seconds between checks, at most; a tenth of the limit if that is less
+_TO_END = 2.0  # seconds for a thread that may be in a request
+_TURN = 3.0  # seconds that other ranks of a node wait for the rank that reports
 
-# Held by a rank that completes, alone, what ranks did together: it is not ended meanwhile.
+# Held by a rank that completes a collective operation alone: the watch does not end the process meanwhile.
 completing = threading.Lock()
 
 _stopped = threading.Event()
@@ -37,23 +36,23 @@ _watching: threading.Thread | None = None
 
 
 class StoreSilentError(RuntimeFault):
-    """The process that keeps the store does not answer; ``why`` says so without this rank and what to do."""
+    """Error for a store that does not answer; ``why`` leaves out rank and fix."""
 
     def __init__(self, seconds: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
         keeper = "the launcher" if _launcher_keeps_it() else "rank 0"
         self.why = (
             f"{keeper}, which keeps torch.distributed's store at {where}, has not answered for {seconds:.3g} seconds "
-            "(it is frozen or gone, or its machine is out of reach)"
+            "(frozen, exited or unreachable)"
         )
-        super().__init__(f"rank {launcher.rank()}: {self.why}. {GO_ON}", on_all_ranks=not _reports())
+        super().__init__(f"rank {launcher.rank()}: {self.why}. {RESTART}", on_all_ranks=not _reports())
 
 
 def within[T](seconds: float, request: Callable[[], T]) -> T:
-    """Return ``request()``, made in a thread of its own.
+    """Return ``request()``, run in a thread with a time limit.
 
     Raises:
-        StoreSilentError: it takes longer. The thread stays behind.
+        StoreSilentError: the request takes longer. Its thread stays behind.
     """
     answer: Future[T] = Future()
 
@@ -65,9 +64,9 @@ def within[T](seconds: float, request: Callable[[], T]) -> T:
 
     try:
         threading.Thread(target=make, name="store request", daemon=True).start()
-    except RuntimeError:  # a limit of threads; the request can still be made
+    except RuntimeError:  # the limit of threads is reached
         make()
-    # In pieces: if this process itself is frozen for an hour, that hour costs one of them.
+    # In pieces: if this process itself is frozen for an hour, the hour counts as one piece.
     pieces = math.ceil(seconds)
     if not any(wait([answer], seconds / pieces).done for _ in range(pieces)):
         raise StoreSilentError(seconds)
@@ -75,7 +74,7 @@ def within[T](seconds: float, request: Callable[[], T]) -> T:
 
 
 class BoundedStore:
-    """A store each of whose requests raises StoreSilentError where it takes more than ``seconds``."""
+    """Store whose requests raise StoreSilentError after ``seconds``."""
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
         self._store, self._seconds = store, seconds
@@ -85,7 +84,7 @@ class BoundedStore:
 
 
 def watch(store: dist.Store, seconds: float) -> None:
-    """Start the thread: this process ends with one message where ``store`` is silent or gone for ``seconds``."""
+    """Start a thread that ends this process if the store does not answer."""
     global _watching
     _stopped.clear()
     _watching = threading.Thread(target=_watch, args=(store, seconds), name="store watch", daemon=True)
@@ -93,31 +92,31 @@ def watch(store: dist.Store, seconds: float) -> None:
 
 
 def stop_watching() -> None:
-    """This rank ends by itself, from here on."""
+    """Stop the watch: this rank exits by itself."""
     _stopped.set()
     if _watching is not None:
         join_before_exit(_watching)
 
 
 def join_before_exit(thread: threading.Thread) -> None:
-    """Wait a moment for a thread that was told to end, unless it is the calling one.
+    """Wait up to two seconds for another thread that must end.
 
-    A thread that comes back from a request to the store while Python exits aborts the process (C++: "terminate called
-    without an active exception").
+    A thread that returns from a store request while Python exits aborts the process (C++: "terminate called without an
+    active exception").
     """
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_TO_END)
 
 
 def _watch(store: dist.Store, seconds: float) -> None:
-    own: dist.Store | None = None  # a connection of its own: another request may hold the shared one for long
+    own: dist.Store | None = None  # a separate connection: another request may block the shared one
     while not _stopped.wait(min(_PAUSE, seconds / 10)):
         try:
             own = own or within(seconds, store.clone)  # type: ignore[attr-defined]
             within(seconds, lambda own=own: own.check(["any key"]))  # type: ignore[misc]
         except StoreSilentError as silent:
             error = silent
-        except dist.DistError:  # gone; ranks that use gloo find out earlier, by their broken connections
+        except dist.DistError:  # the store is gone; gloo's ranks find out earlier, by broken connections
             _stopped.wait(seconds)
             error = StoreSilentError(seconds)
         else:
@@ -126,9 +125,9 @@ def _watch(store: dist.Store, seconds: float) -> None:
 
 
 def end_process(text: str, stopped: threading.Event, turn: float) -> None:
-    """End this process with a message, unless it is to end by itself: ``stopped``, then or within ``turn`` seconds.
+    """End this process with ``text``, unless ``stopped`` is set.
 
-    Without ``text`` another rank reports, and this one waits for its turn.
+    Without ``text`` another rank reports, and this rank first waits ``turn`` seconds for ``stopped``.
     """
     if not text:
         stopped.wait(turn)
@@ -147,6 +146,6 @@ def _launcher_keeps_it() -> bool:
 
 
 def _reports() -> bool:
-    """Whether this rank is the first of its node, but for a rank 0 that keeps the store: ranks cannot agree on one."""
+    """Return whether this rank reports for its node."""
     first = 1 if not _launcher_keeps_it() and launcher.rank() < (launcher.local_world_size() or 1) else 0
     return (launcher.local_rank() or first) == first

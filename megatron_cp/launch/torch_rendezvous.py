@@ -1,8 +1,8 @@
-"""Changes to torch's launcher: it listens on one address, and unpickles nothing but its own state.
+"""Patches of torch's launcher: one address, and no foreign pickles.
 
-In torch 2.11 the launchers' store and the ranks' store listen on all interfaces. Launchers keep their state as a pickle
-in their store, so anyone who could connect could write one that runs code in the launcher. None of the names that
-:func:`confine_stores` replaces is a public interface; tests/unit_tests/launch/test_sockets.py fails if they change.
+In torch 2.11 the launchers' store and the ranks' store listen on all interfaces. Launchers keep their state in the
+store as a pickle, so anyone who can connect could run code in the launcher. :func:`confine_stores` replaces private
+names; tests/unit_tests/launch/test_sockets.py fails if they change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALLOWED = {
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's ``_RendezvousState``."""
+    """Unpickler of the classes of torch's ``_RendezvousState``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
@@ -41,8 +41,8 @@ class _StateUnpickler(pickle.Unpickler):
 def _loads(data: bytes) -> Any:
     try:
         return _StateUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # of any kind: the data may be anything
-        raise pickle.UnpicklingError(f"the launchers' store holds something else than their state: {error}") from error
+    except Exception as error:  # any type: the data may be anything
+        raise pickle.UnpicklingError(f"the launchers' store holds something other than their state: {error}") from error
 
 
 def _store_of_ranks(handler: DynamicRendezvousHandler, address: str, port: int) -> dist.TCPStore:
@@ -50,7 +50,7 @@ def _store_of_ranks(handler: DynamicRendezvousHandler, address: str, port: int) 
 
 
 def confine_stores() -> None:
-    """Replace what torch's launcher uses to make stores and to read its state, in this process."""
+    """Patch, in this process, how torch's launcher makes stores and reads its state."""
     static_tcp_rendezvous.TCPStore = tcp_store  # type: ignore[assignment,misc]
     c10d_rendezvous_backend.TCPStore = tcp_store  # type: ignore[assignment,misc]
     DynamicRendezvousHandler._create_tcp_store_server = _store_of_ranks  # type: ignore[method-assign,assignment]
@@ -60,8 +60,11 @@ def confine_stores() -> None:
 
 
 def confine_arguments(args: argparse.Namespace) -> None:
-    """Change torchrun's arguments: one node uses the loopback, and a free port unless one is given; several use the
-    interface that leads to the endpoint. ``args.master_port`` is None where none is given."""
+    """Confine torchrun's arguments to one interface.
+
+    One node uses the loopback, and a free port unless one is given. Several nodes use the interface that leads to the
+    endpoint. ``args.master_port`` is None if not given.
+    """
     one_node = args.standalone or parse_min_max_nnodes(args.nnodes)[1] == 1
     if args.standalone:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, "c10d", ""
@@ -81,5 +84,5 @@ def confine_arguments(args: argparse.Namespace) -> None:
 def _confine_several(args: argparse.Namespace) -> None:
     if args.rdzv_backend == "c10d" and args.local_addr is None:
         host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
-        with suppress(OSError):  # a name that is not known; torch reports it
+        with suppress(OSError):  # an unknown name; torch reports it
             args.local_addr = address_towards(host)

@@ -1,1 +1,1 @@
-"""Models: megatron-core's own classes, built from a run's configuration with our attention in their core."""
+"""Models: megatron-core's classes with our attention."""

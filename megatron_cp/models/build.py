@@ -1,4 +1,4 @@
-"""What a model is built from: handed to everything that makes or changes a part of it."""
+"""Inputs of a model's construction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatron_cp.models.layers.norms import TorchNorm
 
 @dataclass(frozen=True)
 class Build:
-    """``seed`` is that of the initial weights, ``core_attention`` a class that :func:`choose_attention` chose."""
+    """Inputs of a model's construction.
+
+    ``seed``: of the initial weights. ``core_attention``: the class that :func:`choose_attention` returned.
+    """
 
     model: ModelConfig
     core_config: TransformerConfig
@@ -24,7 +27,7 @@ class Build:
 
     @property
     def with_te(self) -> bool:
-        """Whether the model's layers are Transformer Engine's."""
+        """Whether the layers are Transformer Engine's."""
         return uses_te_layers(self.core_config)
 
     @property

@@ -1,4 +1,4 @@
-"""Build this rank's model chunks: megatron-core's model of our layer specs, changed by one transform after another."""
+"""Build this rank's model chunks: megatron-core's model and transforms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.models.layer_specs import gpt_block_spec
 from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
-from megatron_cp.models.yarn import kept_shares
+from megatron_cp.models.yarn import kept_fractions
 
 if TYPE_CHECKING:
     from megatron_cp.models.hybrid import HybridLanguageModel
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def build_model(build: Build, vocab_size: int) -> list[Chunk]:
-    """This rank's chunks of the model, one a virtual pipeline stage, on this rank's device.
+    """Build this rank's chunks, one a virtual pipeline stage, on this rank's device.
 
-    ``vocab_size`` is the number of tokens the tokenizer knows, before padding.
+    ``vocab_size``: number of the tokenizer's tokens, before padding.
     """
     stages = build.model.virtual_pipeline_model_parallel_size
     return [_build_chunk(build, vocab_size, vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
@@ -51,7 +51,7 @@ def _build_chunk(build: Build, vocab_size: int, vp_stage: int | None) -> Chunk:
         vp_stage=vp_stage,
     )
     if model.architecture == "hybrid":
-        # Imported here: Mamba's modules bring kernels along that no other model needs.
+        # Imported here: Mamba's modules import kernels that no other model needs.
         from megatron_cp.models.hybrid import build_hybrid
 
         chunk: Chunk = build_hybrid(build, **common)
@@ -74,28 +74,31 @@ def _has_yarn(model: ModelConfig) -> bool:
     return model.position_embedding_type == "yarn"
 
 
-def lengthen_positions(chunk: Chunk, build: Build) -> None:
-    """YaRN is the ordinary rotary embedding with other frequencies.
+def apply_yarn(chunk: Chunk, build: Build) -> None:
+    """Replace the rotary frequencies by YaRN's.
 
-    Upstream's own module asks the MPU for its group in GPT models, and slices a table of the original length by it.
+    Upstream's module reads its group from the global state in GPT models, and slices a table of the original length.
     """
     model = build.model
-    if not _has_yarn(model) or model.multi_latent_attention:  # which has positions of its own in every layer
+    if not _has_yarn(model) or model.multi_latent_attention:  # latent attention has positions in every layer
         return
     embedding = chunk.rotary_pos_emb
     plain = embedding.inv_freq
-    kept = plain.new_tensor(kept_shares(model, 2 * len(plain)))
+    kept = plain.new_tensor(kept_fractions(model, 2 * len(plain)))
     embedding.inv_freq = plain / model.yarn_rotary_scaling_factor * (1 - kept) + plain * kept
 
 
 def add_local_rotary(chunk: Chunk, build: Build) -> None:
-    """Layers with a sliding window rotate by a base of their own."""
+    """Give layers with a sliding window their own rotary base."""
     if build.model.has_local_rotary:
         chunk.rotary_pos_emb = LocalAndGlobalRotary(chunk.rotary_pos_emb, build.model)
 
 
 def scale_embeddings(chunk: Chunk, build: Build) -> None:
-    """Multiply the embedding's output by sqrt(hidden_size), rounded to the weights' dtype as Gemma's is."""
+    """Multiply embeddings by sqrt(hidden_size), rounded to the weights' dtype.
+
+    Gemma rounds in the same way.
+    """
     if not build.model.scale_embeddings or not (chunk.pre_process or chunk.mtp_process):
         return
     embedding = chunk.embedding.word_embeddings
@@ -103,13 +106,13 @@ def scale_embeddings(chunk: Chunk, build: Build) -> None:
     embedding.register_forward_hook(lambda module, tokens, output: output * scale)
 
 
-def cut_loss(chunk: Chunk, build: Build) -> None:
-    """Compute the loss of so many tokens at a time."""
+def set_loss_chunk_size(chunk: Chunk, build: Build) -> None:
+    """Set the number of tokens whose loss is computed at once."""
     chunk.cross_entropy_chunk_size = build.model.cross_entropy_chunk_size
 
 
 def seed_vocabulary(chunk: Chunk, build: Build) -> None:
-    """Draw the embedding and the output layer from seeds of their own: the same ones under every layout."""
+    """Draw embedding and output layer from their own seeds: equal under every layout."""
     core_config = build.core_config
     if not (core_config.use_cpu_initialization and core_config.perform_initialization):
         return
@@ -126,8 +129,11 @@ def seed_vocabulary(chunk: Chunk, build: Build) -> None:
         draw_part(weight, seed_of(build.seed, name), method, core_config.params_dtype, build.groups.tp, 0)
 
 
-def sum_gradients_in_products(chunk: Chunk, build: Build) -> None:
-    """In the layers of Transformer Engine. Asked for by megatron-core's own setting, its output layer wants apex."""
+def fuse_gradient_sums(chunk: Chunk, build: Build) -> None:
+    """Sum weight gradients inside Transformer Engine's products.
+
+    Not by megatron-core's setting: with it, megatron-core's output layer requires apex.
+    """
     if not fuses_gradient_sum(build.model, build.with_te):
         return
     module: Any
@@ -141,12 +147,12 @@ def move_to_device(chunk: Chunk, build: Build) -> None:
         chunk.cuda(torch.cuda.current_device())
 
 
-CHUNK_TRANSFORMS = (  # in this order: each changes a chunk in place
-    lengthen_positions,
+CHUNK_TRANSFORMS = (  # in order: each changes a chunk in place
+    apply_yarn,
     add_local_rotary,
     scale_embeddings,
-    cut_loss,
+    set_loss_chunk_size,
     seed_vocabulary,
-    sum_gradients_in_products,
+    fuse_gradient_sums,
     move_to_device,
 )

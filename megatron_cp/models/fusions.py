@@ -1,8 +1,8 @@
-"""Kernels of Transformer Engine beside its layers and its attention: which of them a model uses. Pure: no torch.
+"""Select Transformer Engine's kernels beside layers and attention. Pure.
 
-Plain PyTorch reads and writes whole activations several times for a rotary embedding or a cross-entropy, and writes a
-matrix's gradient before it is added to the float32 sum; each of these kernels does its work in one pass. One call for
-all experts of a rank replaces hundreds of small ones.
+Plain PyTorch reads and writes whole activations several times for a rotary embedding or cross-entropy, and writes a
+gradient before it adds it to the float32 sum. Each of these kernels makes one pass. A grouped product replaces
+hundreds of small ones of a rank's experts.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from megatron_cp.models.yarn import concentration
 
 
 def rotary_gap(model: ModelConfig) -> str | None:
-    """Why a model cannot have the fused rotary embedding; None if it can."""
+    """Return why a model cannot use the fused rotary embedding; None if it can."""
     if model.multi_latent_attention:
-        return "latent attention's is for YaRN only, and slices a table of the original length instead of its own"
+        return "with latent attention it supports YaRN only, and slices a table of the original length"
     if model.position_embedding_type == "yarn":
         factor = concentration(model)
-        return None if factor == 1 else f"it leaves out YaRN's concentration factor, {factor:.4g} here"
+        return None if factor == 1 else f"it omits YaRN's concentration factor ({factor:.4g})"
     if model.position_embedding_type != "rope":
-        return f"there is none with {NAME.model.position_embedding_type}={model.position_embedding_type}"
+        return f"not supported with {NAME.model.position_embedding_type}={model.position_embedding_type}"
     return None
 
 
 def fuses_rotary_embedding(model: ModelConfig, te_layers: bool) -> bool:
-    """Whether queries and keys are rotated by one kernel each, where the layers are Transformer Engine's or not."""
+    """Return whether one kernel rotates queries, and one keys."""
     wanted = model.apply_rope_fusion
     return te_layers and rotary_gap(model) is None if wanted is None else wanted
 
 
 def fuses_gradient_sum(model: ModelConfig, te_layers: bool) -> bool:
-    """Whether the products that make the weights' gradients add them to the sum over microbatches themselves."""
+    """Return whether weight gradients are summed inside matrix products."""
     wanted = model.gradient_accumulation_fusion
     return te_layers if wanted is None else wanted
 
 
 def groups_experts(model: ModelConfig, te_layers: bool) -> bool:
-    """Whether the experts of a rank share a product, instead of one each."""
+    """Return whether a rank's experts share one grouped product."""
     wanted = model.moe_grouped_gemm
     return "E" in model.layer_letters and (te_layers if wanted is None else wanted)
 
 
 def fused_loss(model: ModelConfig, te_layers: bool) -> Literal["native", "te"] | None:
-    """Whose kernel computes the cross-entropy: megatron-core's, Transformer Engine's, or (None) plain PyTorch."""
+    """Return which kernel computes the cross-entropy; None: plain PyTorch."""
     whose = model.cross_entropy_fusion_impl or ("te" if te_layers else "native")
     wanted = model.cross_entropy_loss_fusion
     if wanted is None:
@@ -54,11 +54,11 @@ def fused_loss(model: ModelConfig, te_layers: bool) -> Literal["native", "te"] |
 
 
 def kernels_in_use(model: ModelConfig, te_layers: bool) -> list[str]:
-    """Those of Transformer Engine that a model uses, in words."""
+    """List, in words, the Transformer Engine kernels that a model uses."""
     used = {
         "rotary embedding": fuses_rotary_embedding(model, te_layers),
-        "sums of weight gradients": fuses_gradient_sum(model, te_layers),
+        "weight gradient sums": fuses_gradient_sum(model, te_layers),
         "cross-entropy": fused_loss(model, te_layers) == "te",
-        "products of experts": groups_experts(model, te_layers),
+        "grouped experts": groups_experts(model, te_layers),
     }
     return [name for name, is_used in used.items() if is_used]

@@ -1,5 +1,4 @@
-"""Hybrid models: megatron-core's stack of Mamba-2, attention, MLP and expert layers, with our attention, mixer and
-router in it."""
+"""Hybrid models: megatron-core's stack with our attention, mixer and router."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from megatron_cp.models.language_model import LanguageModelMixin
 from megatron_cp.models.layer_specs import gpt_layer_spec
 from megatron_cp.models.layers.mamba.mixer import ContextParallelMambaMixer, SeededMambaLayer
 from megatron_cp.models.layers.mtp import mtp_block_spec
-from megatron_cp.models.layers.router import padding_in_layers
+from megatron_cp.models.layers.router import shard_padding_mask
 
 
 class HybridLayers(HybridStack):
-    """megatron-core's stack, whose last norm is given; upstream's is Transformer Engine's, installed or not.
+    """megatron-core's stack with a given last norm.
 
-    Under sequence parallelism each tensor-parallel rank has dropout of its own, as in megatron-core's GPT models.
+    Under sequence parallelism each tensor-parallel rank has its own dropout, as in megatron-core's GPT models.
     """
 
     def __init__(
@@ -50,13 +49,13 @@ class HybridLayers(HybridStack):
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # The ranks hold different tokens, and upstream's stack would drop the same units of each rank's.
+        # The ranks hold different tokens; upstream's stack would drop the same units on each rank.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             return super().forward(*args, **kwargs)
 
 
 class HybridLanguageModel(LanguageModelMixin, HybridModel):
-    """megatron-core's model, which ends as :class:`megatron_cp.models.language_model.LanguageModel` does."""
+    """megatron-core's hybrid model with the last stage of :class:`LanguageModelMixin`."""
 
     post_process: bool
     mtp_process: bool
@@ -64,7 +63,7 @@ class HybridLanguageModel(LanguageModelMixin, HybridModel):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if hasattr(self, "rotary_pos_emb"):
-            # Upstream tells its GPT model only: angles of halves with pairs of neighbours are no rotation.
+            # Upstream sets this in GPT models only. Angles of halves applied to neighbouring pairs are no rotation.
             self.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
 
     def forward(
@@ -78,18 +77,18 @@ class HybridLanguageModel(LanguageModelMixin, HybridModel):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states ``[s, b, h]``; on the last stage see :meth:`LanguageModelMixin.ending`."""
-        to_layers = {"packed_seq_params": packed_seq_params}
-        to_layers["padding_mask"] = padding_in_layers(padding_mask, self.config, self.pg_collection)
+        """Return hidden states ``[s, b, h]``; on the last stage its output."""
+        layer_inputs = {"packed_seq_params": packed_seq_params}
+        layer_inputs["padding_mask"] = shard_padding_mask(padding_mask, self.config, self.pg_collection)
         last, predicts = self.post_process, self.mtp_process
-        self.post_process = self.mtp_process = False  # so that upstream ends with the hidden states
+        self.post_process = self.mtp_process = False  # so that upstream returns the hidden states
         try:
-            hidden_states = super().forward(input_ids, position_ids, attention_mask, decoder_input, **to_layers)
+            hidden_states = super().forward(input_ids, position_ids, attention_mask, decoder_input, **layer_inputs)
         finally:
             self.post_process, self.mtp_process = last, predicts
         if not last:
             return hidden_states
-        return self.ending(
+        return self.compute_output(
             hidden_states,
             labels,
             loss_mask,
@@ -97,11 +96,11 @@ class HybridLanguageModel(LanguageModelMixin, HybridModel):
             position_ids=position_ids,
             attention_mask=attention_mask,
             rotary_pos_emb=self._rotary_positions(hidden_states, packed_seq_params),
-            **to_layers,
+            **layer_inputs,
         )
 
     def _rotary_positions(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> Tensor | None:
-        """What the layers were given, for those of multi-token prediction."""
+        """Return the layers' rotary positions, for multi-token prediction."""
         if not (self.mtp_process and hasattr(self, "rotary_pos_emb")):
             return None
         length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, hidden_states, self.config, packed)
@@ -109,11 +108,11 @@ class HybridLanguageModel(LanguageModelMixin, HybridModel):
 
 
 def build_hybrid(build: Build, **common: Any) -> HybridLanguageModel:
-    """This rank's chunk; ``common`` are the arguments that megatron-core's language models share."""
+    """Build this rank's chunk; ``common``: arguments of all language models."""
     model = build.model
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = with_stages(model.hybrid_layer_pattern or "", stages)
-    if not common["post_process"]:  # upstream asks the global state who predicts further tokens
+    if not common["post_process"]:  # upstream reads from the global state which stage predicts more tokens
         pattern = pattern.split("/")[0]
     return HybridLanguageModel(
         config=build.core_config,
@@ -124,7 +123,7 @@ def build_hybrid(build: Build, **common: Any) -> HybridLanguageModel:
 
 
 def hybrid_stack_spec(build: Build) -> ModuleSpec:
-    """The spec of the stack: attention, MLP and experts are the halves of GPT layers."""
+    """Build the stack's spec; attention, MLP, experts are halves of GPT layers."""
     dense = gpt_layer_spec(build, experts=False)
     layers: dict[str, Any] = {
         "attention_layer": _without(dense, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp),
@@ -158,7 +157,7 @@ def _mamba_submodules(build: Build) -> MambaLayerSubmodules:
         norm, renamed = IdentityOp, {}
     else:
         linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-        renamed = {"norm.": "mixer.in_proj.layer_norm_"}  # by the name that Transformer Engine's layers save
+        renamed = {"norm.": "mixer.in_proj.layer_norm_"}  # the name in checkpoints of Transformer Engine's layers
     return MambaLayerSubmodules(
         norm=norm,
         mixer=ModuleSpec(module=ContextParallelMambaMixer, submodules=linears),

@@ -1,4 +1,4 @@
-"""Layer specs: megatron-core's own, changed by one transform after another."""
+"""Layer specs: megatron-core's own, changed by a list of transforms."""
 
 from __future__ import annotations
 
@@ -36,16 +36,21 @@ from megatron_cp.models.local_rotary import LocalRotaryAttention
 
 
 def use_te_layers(model: ModelConfig, fp32: bool) -> bool:
-    """Whether the layers around attention are to be Transformer Engine's. Asked once a model; the answer is in
-    megatron-core's configuration (:func:`uses_te_layers`)."""
+    """Return whether the layers around attention should be Transformer Engine's.
+
+    Called once a model; megatron-core's configuration stores the answer (:func:`uses_te_layers`).
+    """
     return has_te_layers(model, _te_version(), torch.cuda.is_available(), fp32=fp32)
 
 
 def choose_attention(
     model: ModelConfig, core_config: TransformerConfig, packed_sizes: Collection[int], fp32: bool
 ) -> type:
-    """Transformer Engine's attention where the layers are its own and it can do what is asked, unless the recipe says
-    otherwise; else ours. ``packed_sizes`` are the ranks of the groups that packs may use."""
+    """Choose the attention class: Transformer Engine's or ours.
+
+    Transformer Engine's requires its layers; the recipe may decide otherwise. ``packed_sizes``: sizes of the groups for
+    packed batches.
+    """
     if not uses_te_layers(core_config):
         return ContextParallelAttention
     flash = any(metadata.distributions(name="flash-attn"))
@@ -58,7 +63,7 @@ def _te_version() -> str | None:
 
 
 def gpt_layer_spec(build: Build, experts: bool) -> ModuleSpec:
-    """The spec of one layer of a GPT/Llama-like model: attention, and an MLP or experts."""
+    """Build the spec of one layer of a GPT model: attention, and an MLP or experts."""
     model = build.model
     layer = (get_gpt_layer_with_transformer_engine_spec if build.with_te else get_gpt_layer_local_spec)(
         num_experts=model.num_moe_experts if experts else None,
@@ -117,7 +122,7 @@ def with_torch_norms(layer: ModuleSpec, build: Build, experts: bool) -> None:
 
 
 def with_norms_after(layer: ModuleSpec, build: Build, experts: bool) -> None:
-    """Gemma's: what attention and the MLP give is normalized too, before it is added."""
+    """Normalize the outputs of attention and MLP before they are added, as Gemma does."""
     if build.model.sandwich_norm:
         add = ModuleSpec(NormThenAdd, params={"config": build.core_config, "norm": build.norm})
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
@@ -128,7 +133,7 @@ def with_seeded_weights(layer: ModuleSpec, build: Build, experts: bool) -> None:
     layer.params = {"initialization_seed": build.seed}
 
 
-# Each changes a layer's spec in place, and is independent of the others' order.
+# Each changes a layer's spec in place; their order does not matter.
 LAYER_TRANSFORMS = (
     with_our_attention,
     with_local_rotary,
@@ -143,9 +148,11 @@ LAYER_TRANSFORMS = (
 
 
 def _saved_names(model: ModelConfig, experts: bool) -> dict[str, str]:
-    """How checkpoints call the norms of layers without Transformer Engine: as those of its layers are saved, which are
-    parts of the matrices that follow. Upstream's local specs say it of dense layers only, not of experts or latent
-    attention, so that a run could not go on with the other kind of layers."""
+    """Map the local layers' norms to names in checkpoints.
+
+    The names are those of Transformer Engine's layers, whose norms are parts of the matrices after them. Upstream's
+    local specs map dense layers only, so runs with experts or latent attention could not resume with the other kind.
+    """
     names = {}
     if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -159,11 +166,13 @@ def _saved_names(model: ModelConfig, experts: bool) -> dict[str, str]:
 
 
 def gpt_block_spec(build: Build, vp_stage: int | None) -> tuple[TransformerBlockSubmodules, ModuleSpec]:
-    """The spec of this rank's (virtual) pipeline stage of a GPT/Llama-like model, and that of the model's last layer,
-    which multi-token prediction repeats: a stage that holds the embedding or the loss alone has none."""
-    all_parts, stage = build.model.layer_types, build.groups.pp.rank()
-    specs = {parts: gpt_layer_spec(build, experts="E" in parts) for parts in set(all_parts)}
-    layers = [specs[parts] for parts in all_parts]
+    """Build the specs of this rank's stage and of the model's last layer.
+
+    Multi-token prediction repeats the last layer, also on a stage without layers.
+    """
+    layer_types, stage = build.model.layer_types, build.groups.pp.rank()
+    specs = {parts: gpt_layer_spec(build, experts="E" in parts) for parts in set(layer_types)}
+    layers = [specs[parts] for parts in layer_types]
     first = get_transformer_layer_offset(build.core_config, vp_stage, stage)
     count = get_num_layers_to_build(build.core_config, vp_stage, stage)
     return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=build.norm), layers[-1]

@@ -1,4 +1,4 @@
-"""Rotary embeddings with a base of their own in the layers that have a sliding window (``rotary_base_local``)."""
+"""Rotary embeddings with their own base in layers with a window."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_cp.config.run_config import ModelConfig
 
 
 class LocalAndGlobalRotary(torch.nn.Module):
-    """Compute the angles of layers without a window and of layers with one, ``[2, s, 1, 1, d]``.
+    """Rotary angles of layers without and with a window, stacked: ``[2, s, 1, 1, d]``.
 
-    One tensor, since megatron-core hands one tensor to all layers, through recomputation too. The settings that
-    stretch positions (``rope_scaling``, ``seq_len_interpolation_factor``) apply to layers without a window only.
+    One tensor, because megatron-core passes one tensor to all layers, also in recomputation. ``rope_scaling`` and
+    ``seq_len_interpolation_factor`` apply to layers without a window only.
     """
 
     def __init__(self, without_window: RotaryEmbedding, model: ModelConfig) -> None:
@@ -39,7 +39,7 @@ class LocalAndGlobalRotary(torch.nn.Module):
 
 
 class LocalRotaryAttention(SelfAttention):
-    """Self-attention that selects its layer's angles from those of :class:`LocalAndGlobalRotary`."""
+    """Self-attention that selects its layer's angles of :class:`LocalAndGlobalRotary`."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         config = self.config

@@ -1,8 +1,8 @@
-"""YaRN: rotary embeddings for longer sequences than those that a model was trained on. Pure: no torch.
+"""YaRN: rotary embeddings for sequences longer than in training. Pure: no torch.
 
-Dimensions that turn often within the original length tell near tokens apart and keep their frequency; those that turn
-hardly once are slowed down by the scaling factor; between them the change is gradual. Queries and keys are also
-multiplied by a concentration factor, which makes the attention of many tokens sharper (https://arxiv.org/abs/2309.00071).
+Dimensions that turn often within the original length keep their frequency; those that turn less than once are slowed
+down by the scaling factor; the change in between is gradual. Queries and keys are also multiplied by a concentration
+factor (https://arxiv.org/abs/2309.00071).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from megatron_cp.config.run_config import ModelConfig
 
 
-def kept_shares(model: ModelConfig, dims: int) -> list[float]:
-    """How much of its frequency each of the ``dims // 2`` pairs of rotated dimensions keeps: from 1, all, to 0."""
+def kept_fractions(model: ModelConfig, dims: int) -> list[float]:
+    """Return how much frequency each of ``dims // 2`` pairs keeps: from 1 (all) to 0."""
     low, high = (_pair_that_turns(model, turns, dims) for turns in (model.yarn_beta_fast, model.yarn_beta_slow))
     if model.yarn_correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
@@ -23,14 +23,14 @@ def kept_shares(model: ModelConfig, dims: int) -> list[float]:
 
 
 def concentration(model: ModelConfig) -> float:
-    """What queries and keys are multiplied by."""
+    """Return the factor of queries and keys."""
     if model.yarn_mscale is None or model.yarn_mscale_all_dim is None:
         return _sharper(model, 1.0)
     return _sharper(model, model.yarn_mscale) / _sharper(model, model.yarn_mscale_all_dim)
 
 
 def _pair_that_turns(model: ModelConfig, turns: float, dims: int) -> float:
-    """The pair of dimensions, counted with fractions, that turns so often within the original length."""
+    """Return the (fractional) pair that makes ``turns`` in the original length."""
     assert model.yarn_original_max_position_embeddings is not None  # rule K55
     wave_length = model.yarn_original_max_position_embeddings / (turns * 2 * math.pi)
     return dims * math.log(wave_length) / (2 * math.log(int(model.rotary_base)))

@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, Violation, first_line
-from megatron_cp.common.limits import lacks_files
+from megatron_cp.common.limits import describe_file_limit
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, RNGConfig
 from megatron_cp.launch import launcher, slurm
@@ -78,7 +78,7 @@ def check_open_files() -> None:
     """Raise RuntimeFault if the rendezvous would exceed the limit of open files."""
     keeps_store = launcher.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     needed = _FILES_PER_RANK + (_CONNECTIONS_PER_RANK * (launcher.world_size() or 1) if keeps_store else 0)
-    if (limit := lacks_files(needed)) is not None:
+    if (limit := describe_file_limit(needed)) is not None:
         raise RuntimeFault(f"rank {launcher.rank()}, on {socket.gethostname()}: {limit}")
 
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_cp.common.atomic_files import write_text
-from megatron_cp.common.errors import ConfigError, DataError, Violation, failed_alone
+from megatron_cp.common.errors import ConfigError, DataError, Violation, is_local_failure
 from megatron_cp.common.input_files import special_files
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import settings_of
@@ -92,7 +92,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
             raise  # already raised on all ranks
         except BaseException as error:
             stack.enter_context(ignore_sigterm(config.train.exit_signal_handler))
-            alone = failed_alone(error)
+            alone = is_local_failure(error)
             fault = health.explain(error)
             if fault is None:
                 raise

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_cp.common.atomic_files import write_text
-from megatron_cp.common.errors import RuntimeFault, failed_alone
+from megatron_cp.common.errors import RuntimeFault, is_local_failure
 from megatron_cp.common.input_files import read_json
 from megatron_cp.common.terminal import quiet
 from megatron_cp.config.names import NAME
@@ -58,7 +58,7 @@ def verify(configs: Sequence[RunConfig], names: tuple[str, str]) -> bool:
         run_on_first_rank(lambda: show(result, names, console), "the comparison could not be shown")
         return result.equal
     finally:
-        stop_distributed(alone=failed_alone(sys.exception()))
+        stop_distributed(alone=is_local_failure(sys.exception()))
 
 
 def verify_once(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from megatron_cp.config.run_config import DistributedDataParallelConfig, ModelConfig
-from megatron_cp.models.hybrid_pattern import ahead_of, layers_of
+from megatron_cp.models.hybrid_pattern import layers_of, mtp_layers_of
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
 HIDDEN, HEAD_DIM, FFN = 64, 16, 32
@@ -53,7 +53,7 @@ def shrink(model: ModelConfig, tp: int, num_layers: int) -> None:
     if model.architecture == "hybrid":
         if num_layers < model.num_layers:
             row = row_of_all_types(model.hybrid_layer_pattern or "", num_layers) or ""
-            model.hybrid_layer_pattern = "/".join([row, *ahead_of(model.hybrid_layer_pattern)])
+            model.hybrid_layer_pattern = "/".join([row, *mtp_layers_of(model.hybrid_layer_pattern)])
         model.mamba_num_heads = MambaShape.of(model).heads
         model.mamba_head_dim = model.mamba_state_dim = 8
     if isinstance(model.moe_layer_freq, list) and len(model.moe_layer_freq) > num_layers:

@@ -1,4 +1,4 @@
-"""What every kernel of attention offers, and what several need."""
+"""Interface of attention kernels, and helpers shared by several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(ABC):
-    """A device's way to compute tiles. Tensors are [b, h, s, d]; ``parts`` are dout, query, key, value and out."""
+    """Computation of tiles on a device; tensors are [b, h, s, d].
+
+    ``parts`` are dout, query, key, value and out.
+    """
 
     @abstractmethod
     def forward_tiles(self, dtype: torch.dtype) -> TileSize: ...
@@ -37,7 +40,7 @@ class Kernel(ABC):
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernels take one head dim: zero columns change neither scores nor the real columns of the output."""
+    """Pad to one head dim, which kernels require; zero columns change no result."""
     dim = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     return pad_last(q, dim), pad_last(k, dim), pad_last(v, dim)
 

@@ -1,4 +1,4 @@
-"""PyTorch's flash attention on CPUs, and attention written out in matrix products for any device and dtype."""
+"""PyTorch's flash attention on CPUs, and plain matmul attention."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megatron_cp.attention.tiles import Kind, Tile, TileSize
 
 
 class CpuFlash(Kernel):
-    """PyTorch's CPU flash attention. It takes fewer key/value heads as they are, at full speed."""
+    """PyTorch's CPU flash attention, at full speed with few key/value heads."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
         """Small causal tiles, in float32.
 
-        The kernel visits keys in blocks of 512 and computes a whole block where the diagonal crosses it, so a large
-        causal tile wastes a fifth of its time; cut to 256 rows, most of that work runs as unmasked tiles. It is as
-        fast in float32 as in half precision, so partial results are never rounded before they are merged. float64
-        is for verification: one call for a sequence gives the bits of PyTorch's own attention.
+        The kernel reads keys in blocks of 512 and computes a whole block if the diagonal crosses it, so a large causal
+        tile wastes a fifth of the time. Cut to 256 rows, most work runs as unmasked tiles. It is as fast in float32 as
+        in half precision, so partial results are not rounded before they are merged. float64 is for verification: one
+        call for a sequence gives the bits of PyTorch's own attention.
         """
         return TileSize(causal=0 if dtype == torch.float64 else 256, band=256)
 
     def backward_tiles(self, dtype: torch.dtype, call: AttentionCall) -> TileSize:
-        """As forward, but large bf16 tiles stay bf16 where that is faster and costs no accuracy.
+        """Return forward's tiles, with large bf16 tiles where that is faster.
 
-        With AVX-512 the kernel is then twice as fast as in float32, and rounds what it returns: a sum of rounded parts
-        is further from the truth than one rounded result. So bf16 is used where a sequence is one tile, and under a
-        causal mask behind the first tokens: those see few others, and with them lies most of the gradient. The kernel
-        for fp16 is of no use, being 17 times slower.
+        With AVX-512 the bf16 kernel is twice as fast as float32, and rounds its results: a sum of rounded parts is less
+        accurate than one rounded result. So bf16 is used if a sequence is one tile, and with a causal mask after the
+        first tokens: those see few others and have most of the gradient. The fp16 kernel is not used: it is 17 times
+        slower.
         """
         size = self.forward_tiles(dtype)
         if dtype != torch.bfloat16 or call.mask.left is not None or not fast_bf16():
@@ -64,12 +64,12 @@ class CpuFlash(Kernel):
 
 @functools.cache
 def fast_bf16() -> bool:
-    """Whether oneDNN does this CPU's bf16 matmuls; elsewhere PyTorch's own loop takes ten times as long as float32."""
+    """Return whether oneDNN computes bf16 matmuls, 10 times faster than PyTorch."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Matmul(Kernel):
-    """Attention written out in matmuls, some rows at a time: any device and dtype, to check with rather than fast."""
+    """Plain matmul attention in blocks of rows, for any device and dtype."""
 
     ROWS = 512
 
@@ -102,7 +102,7 @@ class Matmul(Kernel):
         return torch.cat(dqs, dim=3).flatten(1, 2), dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, tile: Tile, row: int, scale: float) -> Tensor:
-        """[b, kv_heads, heads per kv head, rows, s'], masked."""
+        """Return masked scores [b, kv_heads, heads per kv head, rows, s']."""
         queries = q[:, :, row : row + self.ROWS].unflatten(1, (k.shape[1], -1))
         scores = queries @ k.unsqueeze(2).mT * scale
         if tile.kind is Kind.FULL:
@@ -121,7 +121,7 @@ def _band_mask(tile: Tile, q: Tensor) -> Tensor | None:
 def _additive_band(
     rows: int, columns: int, low: int | None, high: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[rows, columns] with 0 where low <= column - row <= high and -inf elsewhere."""
+    """Return [rows, columns]: 0 where low <= column - row <= high, -inf elsewhere."""
     distance = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
     allowed = torch.ones_like(distance, dtype=torch.bool)
     if low is not None:
@@ -131,4 +131,4 @@ def _additive_band(
     return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
 
 
-_kept_band = functools.lru_cache(maxsize=64)(_additive_band)  # of the small tiles of the CPU's kernel, most are alike
+_kept_band = functools.lru_cache(maxsize=64)(_additive_band)  # most small CPU tiles have the same masks

@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels on CUDA, in half precision: FlashAttention-2 and cuDNN's."""
+"""PyTorch's half-precision kernels on CUDA: FlashAttention-2 and cuDNN's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FLASH_ROOM = 2**29  # numbers, two gigabytes
 
 
 class CudaFlash(Kernel):
-    """PyTorch's FlashAttention-2: half precision, windows of any size in one call, fewer key/value heads."""
+    """PyTorch's FlashAttention-2: half precision, any window, fewer k/v heads."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
-        """As large as they come: it skips what a causal mask or a window hides."""
+        """As large as possible: the kernel skips parts masked by causality or a window."""
         return TileSize(causal=0, band=0, half_from=0)
 
     def launches(self, plan: TilePlan, q: Tensor, v: Tensor) -> Iterable[Launch]:
-        """A pack's sequences together, as far as their queries' gradients, summed in float32, have room.
+        """Group a pack's sequences, within the room for query gradients summed in float32.
 
-        The backward kernel computes where a sequence's sums begin in 32 bits, and would write elsewhere beyond.
+        The backward kernel computes the start of a sequence's sums in 32 bits, and would write elsewhere beyond.
         """
         if not plan.packed:
             return super().launches(plan, q, v)
@@ -53,7 +53,7 @@ class CudaFlash(Kernel):
         dout, q, k, v, out = (_flash_rows(x, launch) for x in (dout, q, k, v, out))
         lse = (lse if launch.q_lengths is None else lse.squeeze(0)).contiguous()
         left, right = flash_window(launch.tile)
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout there is not
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is 0
         with _deterministic_algorithms(call.deterministic):
             grads = torch.ops.aten._flash_attention_backward(
                 dout, q, k, v, out, lse, *_flash_lengths(launch), 0.0, (left, right) == (-1, 0), unused, unused,
@@ -64,15 +64,15 @@ class CudaFlash(Kernel):
 
 
 class Cudnn(CudaFlash):
-    """cuDNN's attention, which Transformer Engine calls too, and FlashAttention for what it is not given.
+    """cuDNN's attention, with FlashAttention as the fallback.
 
-    That is: windows and the corners of uneven sequences, which PyTorch's call of it does not know; backward passes that
-    must be deterministic; and packs (:func:`kernel_for`), since PyTorch builds a graph for each shape, which takes tens
-    of milliseconds, and keeps it for good.
+    The fallback computes windows and corners of uneven sequences, which PyTorch's call does not support; deterministic
+    backward passes; and packs (:func:`kernel_for`), because PyTorch builds a graph for each shape, which takes tens of
+    milliseconds, and keeps it forever.
     """
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
-        """As FlashAttention, but a causal mask begins in a tile's first corner."""
+        """As FlashAttention, but a causal mask starts in a tile's first corner."""
         return TileSize(causal=0, band=0, half_from=0, squares=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
@@ -87,9 +87,9 @@ class Cudnn(CudaFlash):
         dout, q, k, v, out = parts
         if call.deterministic or not _cudnn_takes(q, k, v, launch.tile):
             return super().backward(parts, lse, launch, call)
-        # PyTorch finds the graph by q's, k's and v's shapes and strides: the others' must always be the same for these.
+        # PyTorch looks up the graph by shapes and strides of q, k and v: the others' must be a function of these.
         dout, out = (x.movedim(2, 0).contiguous().movedim(0, 2) for x in (dout, out))
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of a dropout there is not
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of dropout, which is 0
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
             launch.tile.q_length, launch.tile.k_length, 0.0, launch.tile.kind is Kind.CAUSAL, scale=call.scale,
@@ -98,18 +98,17 @@ class Cudnn(CudaFlash):
 
 @functools.cache
 def fast_cudnn(device: torch.device) -> bool:
-    """Whether PyTorch itself prefers cuDNN: on Hopper and on servers' Blackwell, newer than FlashAttention-2.
+    """Return whether PyTorch prefers cuDNN: on Hopper and server Blackwell.
 
-    As for PyTorch's own attention, ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment means no. Before 9.15 cuDNN
-    had faults there.
+    As in PyTorch, ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment means no. cuDNN before 9.15 had faults there.
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or (torch.backends.cudnn.version() or 0) < 91500:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-# cuDNN works in blocks of up to this many rows and columns. In a block that is filled up, exp(0 - lse) of a very
-# negative log-sum-exp is infinite, and gradients are nan (github.com/pytorch/pytorch/issues/196678).
+# cuDNN uses blocks of up to this many rows and columns. In a partial block exp(0 - lse) of a very negative log-sum-exp
+# is infinite, and gradients are nan (github.com/pytorch/pytorch/issues/196678).
 CUDNN_BLOCK = 128
 
 
@@ -123,16 +122,16 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
 
 
 def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """PyTorch's own answer: head dims, alignment, settings such as ``torch.backends.cuda.enable_cudnn_sdp(False)``."""
+    """Return PyTorch's check of head dims, alignment and settings."""
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
     return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """FlashAttention's backward on CUDA adds in the order in which blocks finish unless PyTorch is told not to.
+    """Make FlashAttention's CUDA backward add blocks in a fixed order in the body.
 
-    Strictly: asked to warn only, PyTorch's wrapper of it warns and adds as before.
+    Strict mode: with warn_only, PyTorch's wrapper warns and adds in the order in which blocks finish.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
@@ -145,7 +144,10 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def flash_window(tile: Tile) -> Window:
-    """FlashAttention counts a window from the diagonal that ends in the last row and column; -1 is no limit."""
+    """Return FlashAttention's window, relative to the last corner's diagonal.
+
+    -1 is no limit.
+    """
     if tile.kind is Kind.CAUSAL:
         return -1, 0
     shift = tile.k_length - tile.q_length
@@ -154,9 +156,9 @@ def flash_window(tile: Tile) -> Window:
 
 
 def _flash_lengths(launch: Launch) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where sequences end, if there are many, and the longest.
+    """Return the ends of sequences, if there are several, and the longest lengths.
 
-    One row each is said to be two: with one, FlashAttention returns the denominators in another order.
+    A longest length of 1 is given as 2: with 1, FlashAttention returns the denominators in another order.
     """
     q, k, tile = launch.q_lengths, launch.k_lengths, launch.tile
     if q is None or k is None:
@@ -165,7 +167,7 @@ def _flash_lengths(launch: Launch) -> tuple[Tensor | None, Tensor | None, int, i
 
 
 def _flash_rows(x: Tensor, launch: Launch) -> Tensor:
-    """[b, h, s, d] as FlashAttention takes it: [b, s, h, d], or [s, h, d] of many sequences."""
+    """Convert [b, h, s, d] to FlashAttention's [b, s, h, d], or [s, h, d] of a pack."""
     x = x.transpose(1, 2)
     return x if launch.q_lengths is None else x.squeeze(0)
 

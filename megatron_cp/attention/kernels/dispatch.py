@@ -1,10 +1,9 @@
-"""A launch's attention, forward and backward, with the log-sum-exp going out and coming in.
+"""Attention of a plan, forward and backward.
 
-Everything else in this package is arithmetic on rows; here the work is done, by the best kernel there is for the device
-and dtype, wrapped in the guards that kernel needs (``cpu_kernels``, ``cuda_kernels``, ``te_kernels``). A kernel takes
-[b, h, s, d] views (key and value may have fewer heads) and must hand out, or take in, the natural-log softmax
-denominator [b, h, s], so that results over different keys can be merged and gradients taken tile by tile from the final
-output and denominator.
+Selects the best kernel for the device and dtype (:mod:`.cpu`, :mod:`.cuda`, :mod:`.te`). A kernel takes [b, h, s, d]
+views (key and value may have fewer heads). The forward returns the natural-log softmax denominator [b, h, s], by which
+results over different keys are merged. The backward computes gradients tile by tile from the final output and
+denominator.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 def attend(query: Tensor, key_value: KeyValue, plan: TilePlan, call: AttentionCall, into: OutputAccumulator) -> None:
-    """Attention of [s, b, h, d] queries over [s', b, h', d] keys and values within ``plan``, merged ``into``."""
+    """Attend within ``plan``, and merge the result ``into``."""
     kernel = kernel_for(query, call)
     q, k, v = (_heads_first(x) for x in (query, *key_value))
     if not any(tile.half for tile in plan):
@@ -49,7 +48,7 @@ def attend_backward(
 ) -> None:
     """Add the gradients within ``plan`` ``into`` those of query, key and value.
 
-    ``out`` and ``lse`` are the final ones, over all keys: they make the tiles' gradients sum to the whole's.
+    ``out`` and ``lse`` are final, over all keys, so that gradients of tiles sum to the total gradient.
     """
     kernel = kernel_for(query, call)
     tensors = [_heads_first(x) for x in (dout, query, *key_value, out)]
@@ -66,26 +65,26 @@ def attend_backward(
 
 
 def forward_tiles(query: Tensor, call: AttentionCall) -> TileSize:
-    """How the forward kernel for ``query`` wants its work cut."""
+    """Return the tile limits of the forward kernel for ``query``."""
     return kernel_for(query, call).forward_tiles(query.dtype)
 
 
 def backward_tiles(query: Tensor, call: AttentionCall) -> TileSize:
-    """How the backward kernel for ``query`` wants its work cut."""
+    """Return the tile limits of the backward kernel for ``query``."""
     return kernel_for(query, call).backward_tiles(query.dtype, call)
 
 
 def as_read(x: Tensor) -> Tensor:
-    """Keys or values [s, b, h, d] with their dimensions in the memory order that the kernel reads fastest.
+    """Return keys or values in the memory order that the kernel reads fastest.
 
-    The CPU's is some 2 % faster where a head's keys are neighbours, [b, h, s, d]; float64 is left as PyTorch's
-    attention has it. On a GPU all read rows.
+    On CPUs about 2 % faster if a head's keys are neighbours, [b, h, s, d]; float64 keeps the order of PyTorch's
+    attention. GPUs read rows.
     """
     return _heads_first(x).contiguous() if _reads_by_head(x) else x
 
 
 def by_row(key_value: Sequence[Tensor]) -> KeyValue:
-    """What :func:`as_read` gave as [s, b, h, d] again, without a copy."""
+    """Return :func:`as_read`'s result as [s, b, h, d], without a copy."""
     key, value = key_value
     return (key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)) if _reads_by_head(key) else (key, value)
 
@@ -95,8 +94,11 @@ def _reads_by_head(x: Tensor) -> bool:
 
 
 def kernel_for(query: Tensor, call: AttentionCall) -> Kernel:
-    """PyTorch's CPU flash kernel; on CUDA in half precision Transformer Engine's if the call allows it, else cuDNN's
-    where it is the faster one, and PyTorch's flash kernel elsewhere; plain matmuls otherwise."""
+    """Choose the kernel for the device and dtype.
+
+    CPU: PyTorch's flash kernel. CUDA in half precision: Transformer Engine's if the call allows it, else cuDNN's if it
+    is faster, else PyTorch's flash kernel. Otherwise plain matmuls.
+    """
     if query.device.type == "cpu":
         return CpuFlash()
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -107,7 +109,7 @@ def kernel_for(query: Tensor, call: AttentionCall) -> Kernel:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, h, d] as [b, h, s, d]. The CPU kernel reads a strided last dim as if it were packed, so it must be."""
+    """Permute [s, b, h, d] to [b, h, s, d], with a contiguous last dim."""
     return (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()).permute(1, 2, 0, 3)
 
 

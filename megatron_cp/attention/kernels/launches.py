@@ -1,8 +1,8 @@
-"""What one launch of a kernel computes: a tile, or the tiles of many sequences one after the other.
+"""Kernel launches: a tile, or tiles of many sequences at once.
 
-A pack has a tile or more for each of its sequences. On a GPU to launch each of them alone may take longer than to
-compute it, and its kernel takes many sequences at once. So tiles under the same mask go together; where their rows do
-not lie one after the other as it is, an index collects them.
+A pack has one or more tiles a sequence. On a GPU launching each may take longer than computing it, and kernels take
+many sequences at once. So tiles with the same mask are launched together; an index gathers rows that are not
+consecutive.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_cp.attention.tiles import Tile, TilePlan
 
 Window = tuple[int, int]
 
-# Plans whose launches are kept, for the microbatches under way in a pipeline: a ring has one for each of its stops, and
-# those of gathered keys are as many times larger.
+# Number of cached plans, for the microbatches in a pipeline: a ring has one a stop; those of gathered keys are as many
+# times larger.
 KEPT, KEPT_GATHERED = 512, 16
 
-# Rows that a kernel sets aside beside each sequence's own.
+# Rows that a kernel reserves beside each sequence's own.
 SPARE_ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Spans that lie one after the other: where they end, int32 [spans + 1], and the length of the longest."""
+    """Consecutive spans: their ends, int32 [spans + 1], and the longest length."""
 
     ends: Tensor
     longest: int
@@ -40,8 +40,11 @@ class Lengths:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Rows of the queries and of the keys, and the mask between them: the tile's, or with lengths that of each pair of
-    spans, which is like the tile's. ``square``: the one or all of them are."""
+    """Rows of queries and keys, and the mask between them.
+
+    The mask is the tile's, or with lengths each pair of spans', which is like the tile's. ``square``: the tile is, or
+    all pairs are.
+    """
 
     tile: Tile
     q_rows: Rows
@@ -56,18 +59,18 @@ class Launch:
 
     @property
     def sequences(self) -> int | None:
-        """How many spans; None for a tile alone."""
+        """Number of spans; None for a single tile."""
         return None if self.q_lengths is None else len(self.q_lengths.ends) - 1
 
 
 def group_launches(
     plan: TilePlan, window_of: Callable[[Tile], Window], device: torch.device, room: int
 ) -> tuple[Launch, ...]:
-    """The plan in as few launches as may be, as :func:`by_launch` has it; made once for all layers."""
+    """Group the plan into launches as :func:`by_launch`; cached for all layers."""
     return (_kept_gathered if plan.gathered else _kept)(plan, window_of, device, room)
 
 
-@torch.inference_mode(False)  # what is evaluated first may be trained on later
+@torch.inference_mode(False)  # evaluation's tensors may be used in training later
 def _group_launches(
     plan: TilePlan, window_of: Callable[[Tile], Window], device: torch.device, room: int
 ) -> tuple[Launch, ...]:
@@ -80,10 +83,12 @@ _kept_gathered = functools.lru_cache(maxsize=KEPT_GATHERED)(_group_launches)
 
 
 def by_launch(tiles: Iterable[Tile], window_of: Callable[[Tile], Window], room: int) -> list[list[Tile]]:
-    """The tiles of each launch: of one window (``window_of`` tells a kernel's limits of a tile), with rows and columns
-    that rise from one to the next, and of at most ``room`` rows, spare ones included, unless it is one tile."""
+    """Group tiles by window (``window_of``) into launches of at most ``room`` rows.
+
+    Rows and columns increase from tile to tile. Spare rows count; a single tile may exceed ``room``.
+    """
     launches: dict[Window, list[list[Tile]]] = {}
-    rows: dict[int, int] = {}  # of each launch, by its identity
+    rows: dict[int, int] = {}  # of each launch, by id
     for tile in sorted(tiles, key=lambda tile: (tile.q_row, tile.k_row)):
         alike, needed = launches.setdefault(window_of(tile), []), tile.q_length + SPARE_ROWS
         for launch in alike:

@@ -1,7 +1,8 @@
-"""Transformer Engine's fused attention, cuDNN's, as the kernel of our transports: of whole sequences and of packs.
+"""Transformer Engine's fused attention (cuDNN) as a kernel of our transports.
 
-Its own context parallelism calls the same two functions with each block of a ring, as is done here: a block's
-log-sum-exp comes out, and the whole's goes in again. PyTorch's way to cuDNN has no packs and no windows.
+For whole sequences and packs. Transformer Engine's context parallelism calls the same two functions with each block of
+a ring, and likewise returns a block's log-sum-exp and passes in the total. PyTorch's cuDNN call supports no packs and
+no windows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_cp.attention.kernels.launches import Launch, Lengths
 
 
 class TeFused(CudaFlash):
-    """Transformer Engine's fused attention where it would choose it itself, and FlashAttention elsewhere."""
+    """Transformer Engine's fused attention, with FlashAttention as the fallback."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:
         arguments = _arguments(q, k, v, launch, call)
@@ -41,7 +42,7 @@ class TeFused(CudaFlash):
             return super().backward(parts, lse, launch, call)
         dout, q, k, v, out = (_rows(x, launch) for x in parts)
         lse = (lse if launch.q_lengths is None else lse.squeeze(0).t()).contiguous().unsqueeze(-1)
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of a dropout there is not
+        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of dropout, which is 0
         _, backward = _functions()
         dq, dk, dv, *_ = backward(
             q=q,
@@ -57,14 +58,14 @@ class TeFused(CudaFlash):
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> dict[str, Any] | None:
-    """What both passes are told of [b, h, s, d] tensors; None where Transformer Engine has no fused kernel for them."""
+    """Build the arguments of both passes; None without a fused kernel."""
     left, right = window = flash_window(launch.tile)
     packed = launch.q_lengths is not None
     if window == (-1, -1):
         mask = "padding" if packed else "no_mask"
     elif right == 0:
         mask = ("padding_causal" if packed else "causal") + ("" if launch.square and left < 0 else "_bottom_right")
-    else:  # its windows have another form
+    else:  # unsupported form of windows
         return None
     form = "thd" if packed else "sbhd"
     of_both = dict(
@@ -94,7 +95,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionC
     )
     if backend is None:
         return None
-    starts = {"cu_seqlens_q_padded": queries.ends, "cu_seqlens_kv_padded": keys.ends}  # where sequences lie in memory
+    starts = {"cu_seqlens_q_padded": queries.ends, "cu_seqlens_kv_padded": keys.ends}  # positions in memory
     return dict(
         **of_both,
         **(starts if packed else {}),
@@ -113,18 +114,18 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionC
 
 
 def _power_of_two(number: int) -> int:
-    """No smaller one: kernels are chosen by the kind of a size, and asking takes the host a while."""
+    """Round up to a power of two: rough sizes select a kernel, checks are slow."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # it may be needed in a backward pass later
+@torch.inference_mode(False)  # may be used in a backward pass
 def _dense_lengths(batch: int, rows: int, device: torch.device) -> Lengths:
     return Lengths(torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device), rows)
 
 
 def _rows(x: Tensor, launch: Launch) -> Tensor:
-    """[b, h, s, d] as the kernel takes it, contiguous: [s, b, h, d], or [s, h, d] of many sequences."""
+    """Convert [b, h, s, d] to contiguous [s, b, h, d], or [s, h, d] of a pack."""
     x = x.permute(2, 0, 1, 3)
     return (x if launch.q_lengths is None else x.squeeze(1)).contiguous()
 
@@ -135,11 +136,11 @@ def _back(x: Tensor, launch: Launch) -> Tensor:
 
 @functools.cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its forward and its backward, each told what it knows of what it is told: versions have added arguments."""
+    """Return TE's fused forward and backward, filtered to this version's arguments."""
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd, fused_attn_fwd
 
-    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+    def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
         known = inspect.signature(function).parameters
 
         def call(**arguments: Any) -> Any:
@@ -149,16 +150,16 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         return call
 
-    return told(fused_attn_fwd), told(fused_attn_bwd)
+    return filtered(fused_attn_fwd), filtered(fused_attn_bwd)
 
 
 @functools.lru_cache(maxsize=1024)
 def _backend(device: torch.device, **wanted: Any) -> Any:
-    """The kernel that Transformer Engine would choose for a training step; None if none of its fused ones.
+    """Return the fused kernel that Transformer Engine would choose, or None.
 
-    ``wanted`` are fields of its ``AttentionParams``, sizes but roughly. It knows cuDNN's versions and faults, and heeds
-    NVTE_FUSED_ATTN and the like. Before cuDNN 9.15 it may refuse lengths that it allows here, where they are rounded;
-    on compute capability 12.0 the log-sum-exp of a pack comes in another shape.
+    ``wanted`` are fields of ``AttentionParams``, with rounded sizes. Transformer Engine's check covers cuDNN's versions
+    and faults, and NVTE_FUSED_ATTN and similar variables. cuDNN before 9.15 may refuse actual lengths although their
+    rounded values are accepted; on compute capability 12.0 a pack's log-sum-exp has another shape.
     """
     if (torch.backends.cudnn.version() or 0) < 91500 or torch.cuda.get_device_capability(device) == (12, 0):
         return None

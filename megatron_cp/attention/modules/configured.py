@@ -1,6 +1,6 @@
-"""What megatron-core's configuration, and the groups handed over with it, ask of an attention layer, ours or another.
+"""Transport, context and softmax offset of a configured attention layer.
 
-Its transport, its context, and its softmax offset. Groups that do not fit are refused here.
+Groups that do not match the configuration are refused here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_cp.parallel.device import device
 
 
 def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:
-    """``config``'s transport for a layer (1-based, as megatron-core counts); layers past a list use its last entry.
+    """Return a layer's transport (1-based); past a list, the last entry.
 
-    megatron-core hands it over only where the model is split, but microbatches may be sliced where the model is not.
+    megatron-core passes it only if the model is split, but microbatches may be sliced even if the model is not.
     """
     kinds = config.cp_comm_type or RING.name
     return kinds if isinstance(kinds, str) else kinds[min(layer_number, len(kinds)) - 1]
@@ -29,9 +29,9 @@ def transport_of_layer(config: TransformerConfig, layer_number: int) -> str:
 def configured_context(
     config: TransformerConfig, comm_type: str, pg_collection: ProcessGroupCollection, where: str
 ) -> CPContext:
-    """The context that ``config`` and the groups in ``pg_collection`` (``cp``, and ``hcp`` for two levels) agree on.
+    """Build the context of ``config`` and its groups ``cp`` and ``hcp``.
 
-    Raises ValueError that names what is missing or of another size than configured.
+    Raises ValueError with the name of a group that is missing or has another size than configured.
     """
     size = config.context_parallel_size
     if size == 1:
@@ -58,7 +58,7 @@ def configured_context(
 def _groups_of_levels(
     transport: Transport, config: TransformerConfig, pg_collection: ProcessGroupCollection, where: str
 ) -> list[dist.ProcessGroup]:
-    """``pg_collection.hcp``, or a ValueError if it is not of ``config.hierarchical_context_parallel_sizes``."""
+    """Return ``pg_collection.hcp``, with sizes as configured."""
     needs = f"{NAME.model.cp_comm_type} {transport.name!r} needs"
     levels, size = transport.levels, config.context_parallel_size
     sizes, groups = config.hierarchical_context_parallel_sizes, getattr(pg_collection, "hcp", None)
@@ -86,19 +86,19 @@ def _groups_of_levels(
 def _check_size(what: str, group: dist.ProcessGroup, expected: int, field: str) -> None:
     actual = dist.get_world_size(group)
     if actual != expected:
-        raise ValueError(f"{what} has {actual} ranks, but {field} asks for {expected}")
+        raise ValueError(f"{what} has {actual} ranks, but {field} requires {expected}")
 
 
 def learnable_softmax_offset(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> torch.nn.Parameter:
-    """A new parameter [heads on this tensor-parallel rank], the same whoever computes the attention."""
+    """Create the parameter [heads on this rank], equal for all backends."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
-    # Drawn for all heads, so that it does not depend on the number of tensor-parallel ranks.
+    # Drawn for all heads, so that it does not depend on tensor parallelism.
     drawn_on = torch.device("cpu") if config.use_cpu_initialization else device()
-    everyone = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
+    offsets = torch.zeros(config.num_attention_heads, device=drawn_on, dtype=config.params_dtype)
     if config.perform_initialization:
-        config.init_method(everyone)
+        config.init_method(offsets)
     first = heads * dist.get_rank(pg_collection.tp) if config.tensor_model_parallel_size > 1 else 0
-    offset = torch.nn.Parameter(everyone[first : first + heads].clone())
-    # Without this mark, gradient norms would count only the first tensor-parallel rank's heads.
+    offset = torch.nn.Parameter(offsets[first : first + heads].clone())
+    # Without these attributes, gradient norms would count only the first tensor-parallel rank's heads.
     set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
     return offset

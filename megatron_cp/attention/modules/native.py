@@ -1,7 +1,7 @@
 """Context-parallel attention in megatron-core's ``core_attention`` slot.
 
-Usable wherever a layer spec names a core attention (``SelfAttentionSubmodules(core_attention=...)``).
-It takes its groups from the ``pg_collection`` it is handed, once, and never from global state while running.
+Usable wherever a layer spec has a core attention (``SelfAttentionSubmodules(core_attention=...)``). It uses the groups
+in ``pg_collection``, and never global state while running.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CAUSAL |= {AttnMaskType.no_mask: False, AttnMaskType.padding: False}
 
 
 class ContextParallelAttention(MegatronModule):
-    """Softmax attention of this tensor-parallel rank's heads over a sequence sharded over context-parallel ranks.
+    """Attention of this rank's heads over a sharded sequence.
 
-    Supports causal and full attention, grouped query heads, a head dim of the value's own, megatron-core's
-    ``window_size``, ``window_attn_skip_freq`` and ``softmax_type``, and packed sequences (``thd``). Refuses, with a
-    ValueError, what it does not compute: masks, attention bias, attention dropout, cross attention; and groups that
-    are missing or of other sizes than configured, since attention without them is silently attention to local tokens.
+    Supports causal and full attention, grouped query heads, a separate head dim of values, megatron-core's
+    ``window_size``, ``window_attn_skip_freq`` and ``softmax_type``, and packed sequences (``thd``). Raises ValueError
+    for masks, attention bias, attention dropout and cross attention, and for groups that are missing or have other
+    sizes than configured: attention without them would silently attend to local tokens.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class ContextParallelAttention(MegatronModule):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """``cp_comm_type`` None takes ``config``'s; ``pg_collection`` None takes megatron-core's global groups.
+        """Build the module.
 
-        ``k_channels`` and ``v_channels`` are what multi-latent attention passes; the tensors tell their own head dims.
+        ``cp_comm_type`` None: ``config``'s. ``pg_collection`` None: megatron-core's global groups. Multi-latent
+        attention passes ``k_channels`` and ``v_channels``; the tensors have their own head dims.
         """
         super().__init__(config=config)
         where = f"ContextParallelAttention, layer {layer_number}"
@@ -66,8 +67,8 @@ class ContextParallelAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(
-                f"{where}: attention_dropout={dropout} is not supported under context parallelism here; "
-                "set attention_dropout=0 (hidden_dropout still regularizes) or use Transformer Engine's attention"
+                f"{where}: attention_dropout={dropout} is not supported under context parallelism; set "
+                "attention_dropout=0 (hidden_dropout still regularizes) or use Transformer Engine's attention"
             )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
@@ -76,8 +77,8 @@ class ContextParallelAttention(MegatronModule):
         self.context = configured_context(config, self.cp_comm_type, self.pg_collection, where)
         self._contexts: dict[GroupOrPair, CPContext] = {}
 
-        # apply_query_key_layer_scaling changes nothing: upstream divides scores by the layer's number to keep them in
-        # float16's range and multiplies them again; ours are float32.
+        # apply_query_key_layer_scaling has no effect: upstream divides scores by the layer's number for float16's range
+        # and multiplies them again; ours are float32.
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
@@ -94,10 +95,10 @@ class ContextParallelAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s_local, b, heads, d] -> [s_local, b, heads * d_v]; packed [t_local, heads, d] -> [t_local, heads * d_v].
+        """Map [s_local, b, heads, d] to [s_local, b, heads * d_v]; packs without b.
 
-        ``key`` and ``value`` come with their own, fewer heads. ``attn_mask_type`` overrides the configured one. A
-        group in ``packed_seq_params`` (dynamic context parallelism) holds for this call.
+        ``key`` and ``value`` may have fewer heads. ``attn_mask_type`` overrides the configured one. A group in
+        ``packed_seq_params`` (dynamic context parallelism) applies to this call.
         """
         where = f"ContextParallelAttention, layer {self.layer_number}"
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -110,8 +111,8 @@ class ContextParallelAttention(MegatronModule):
             )
         if attention_mask is not None:
             raise ValueError(
-                f"{where}: attention_mask of shape {tuple(attention_mask.shape)} is not used; pass None and say "
-                "what is masked by attn_mask_type, the window or cu_seqlens"
+                f"{where}: attention_mask of shape {tuple(attention_mask.shape)} is not used; pass None and mask "
+                "by attn_mask_type, the window or cu_seqlens"
             )
         if attention_bias is not None:
             raise ValueError(f"{where}: attention_bias is not supported; use rotary embeddings for positions")
@@ -135,18 +136,18 @@ class ContextParallelAttention(MegatronModule):
         return out.reshape(*lead, query.shape[-2] * dim_v)
 
     def probe_inputs(self) -> ProbeInputs:
-        """See :func:`megatron_cp.attention.modules.probe.probe_attention`."""
+        """Return inputs for :func:`megatron_cp.attention.modules.probe.probe_attention`."""
         tp = self.config.tensor_model_parallel_size
         here = device()
         kv_heads = max(1, self.config.num_query_groups // tp)
-        # On CUDA the training's own dtype, as half precision has kernels of its own there.
+        # On CUDA in the training's dtype: half precision has its own kernels there.
         dtype = self.config.params_dtype if here.type == "cuda" else torch.float32
         return ProbeInputs(self.config.num_attention_heads // tp, kv_heads, dtype, here)
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Plain causal attention through this module's transport."""
-        mask, its_kernels = Mask.build(True, None), self._with_transformer_engine
-        return attend_in_context(self.context, query, key, value, mask=mask, transformer_engine=its_kernels)
+        """Compute plain causal attention through this module's transport."""
+        mask, te_kernels = Mask.build(True, None), self._with_transformer_engine
+        return attend_in_context(self.context, query, key, value, mask=mask, transformer_engine=te_kernels)
 
     def sharded_state_dict(
         self,
@@ -154,7 +155,7 @@ class ContextParallelAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict | None = None,
     ) -> dict:
-        """The learnable softmax offset, sharded over tensor-parallel ranks; nothing otherwise."""
+        """Return the learnable softmax offset, sharded over tensor-parallel ranks, if any."""
         learnable = self.config.softmax_type == "learnable"
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True) if learnable else {},
@@ -174,13 +175,13 @@ class ContextParallelAttention(MegatronModule):
             return self.context
         if packed_seq_params.local_cp_size != 1:
             raise ValueError(
-                f"packed_seq_params: local_cp_size={packed_seq_params.local_cp_size} comes without cp_group; "
-                "only local_cp_size=1 (no context parallelism) may"
+                f"packed_seq_params: local_cp_size={packed_seq_params.local_cp_size} without cp_group; only "
+                "local_cp_size=1 (no context parallelism) needs no group"
             )
         return CPContext.alone(self.cp_comm_type)
 
     def _context_of_microbatch(self, packed: Any) -> CPContext:
-        """That of the microbatch's group; its two levels where the transport, or the number of heads, needs them."""
+        """Return the context of a microbatch's group, with two levels where needed."""
         transport, levels = transport_named(self.cp_comm_type), getattr(packed, "cp_levels", None)
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         too_many = any(heads % ranks for ranks in transport.head_ranks(packed.cp_group.size(), None))
@@ -195,7 +196,7 @@ class ContextParallelAttention(MegatronModule):
         return self._contexts[group]
 
     def _build_softmax_offset(self) -> Tensor | None:
-        """[heads on this tensor-parallel rank], as megatron-core's ``softmax_type`` asks."""
+        """Build the offset [heads on this tensor-parallel rank] of ``softmax_type``."""
         config = self.config
         if config.softmax_type == "vanilla":
             return None
@@ -203,7 +204,7 @@ class ContextParallelAttention(MegatronModule):
         if config.softmax_type == "off-by-one":
             return torch.zeros(heads, device=device(), dtype=config.params_dtype)
         if config.softmax_type != "learnable":
-            raise ValueError(f"softmax_type {config.softmax_type!r} is unknown; use vanilla, off-by-one or learnable")
+            raise ValueError(f"softmax_type {config.softmax_type!r}: unknown; use vanilla, off-by-one or learnable")
         return learnable_softmax_offset(config, self.pg_collection)
 
 

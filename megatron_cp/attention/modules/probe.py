@@ -1,8 +1,8 @@
-"""Start-up proof that attention communicates, before a step is spent on a run in which it does not.
+"""Start-up check that attention communicates, before any training step.
 
-Attention whose groups are missing, wrong or stale raises no error: every rank attends to its own tokens and the loss
-still falls. So all ranks first compare what each believes about its groups, and then each distinct transport in the
-model carries a small tensor, forward and backward, whose result must be the one computed on one rank.
+Attention with missing, wrong or stale groups raises no error: every rank attends to its own tokens and the loss still
+falls. So all ranks first compare their groups. Then each distinct transport in the model computes a small tensor,
+forward and backward, and the result must equal one rank's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import gather_objects, gather_problems
 
 TOKENS_PER_CHUNK, SEED = 2, 20
-# The largest difference, relative to the largest reference value, that rounding explains (outputs and gradients).
+# Largest rounding difference, relative to the largest reference value (outputs and gradients).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class ProbeError(RuntimeFault):
-    """Attention does not give the one-rank answer, on every rank; the message names layers, transport and groups."""
+    """Attention that differs from a single rank's; raised on every rank."""
 
 
 @dataclass(frozen=True)
 class ProbeInputs:
-    """The tensors with which a module can be tried, and what it does to them besides causal attention."""
+    """Inputs for a trial of a module, and settings of its attention beside causality."""
 
     heads: int
     kv_heads: int
@@ -47,7 +47,7 @@ class ProbeInputs:
 
 
 class ProbedAttention(Protocol):
-    """What an attention module offers to be probed."""
+    """Interface of attention modules that can be probed."""
 
     config: Any
     pg_collection: Any
@@ -55,18 +55,21 @@ class ProbedAttention(Protocol):
 
     @property
     def context(self) -> CPContext:
-        """The transport and groups in use."""
+        """Transport and groups in use."""
 
     def probe_inputs(self) -> ProbeInputs:
-        """What to call :meth:`probe_forward` with."""
+        """Return the inputs of :meth:`probe_forward`."""
 
     def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention through the real transport, [s_local, 1, heads, qk_dim] -> [s_local, 1, heads, v_dim]."""
+        """Map [s_local, 1, heads, qk_dim] to [s_local, 1, heads, v_dim], causally.
+
+        Through the real transport.
+        """
 
 
 @dataclass
 class _ProbeTarget:
-    """A transport with its groups, and the layers that use it."""
+    """A transport with groups, and the layers that use it."""
 
     module: ProbedAttention
     layers: list[int]
@@ -77,11 +80,11 @@ class _ProbeTarget:
 
 
 def probe_attention(model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Prove every attention module in ``model_chunks`` (this rank's pipeline chunks) to communicate.
+    """Check that every attention module in ``model_chunks`` communicates.
 
-    A collective call over all ranks, each with its own chunks. Raises :class:`ProbeError` on all of them when any rank
-    finds that groups disagree or that an output or gradient differs from the one-rank answer by more than rounding.
-    Modules that share transport and groups are tried once. Without torch.distributed there is nothing to prove.
+    A collective call over all ranks, each with the chunks of its pipeline stage. Raises :class:`ProbeError` on all of
+    them if groups differ between ranks, or an output or gradient differs from one rank's by more than rounding. Modules
+    that share transport and groups are checked once. Does nothing without torch.distributed.
     """
     if not dist.is_initialized():
         return
@@ -114,7 +117,7 @@ def _compare_sizes(target: _ProbeTarget) -> str | None:
 
 
 def _compare_groups(targets: list[_ProbeTarget]) -> list[str]:
-    """Whether the members of each group name the same members, in the same order, for the same layers."""
+    """Compare each group's members, order and layers over its members."""
     mine: list[tuple[str, dict[str, list[int]]]] = []
     for target in targets:
         context = target.module.context
@@ -122,22 +125,22 @@ def _compare_groups(targets: list[_ProbeTarget]) -> list[str]:
         groups = {"cp": target.module.pg_collection.cp} | {level: peers.group for level, peers in levels}
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
         mine.append((f"layers {target.layers}, {context.comm_type}", members))
-    everyone = gather_objects(mine)
+    gathered = gather_objects(mine)
     problems = []
     for index, (what, members) in enumerate(mine):
         for name, ranks in members.items():
             for rank in ranks:
-                theirs = everyone[rank][index] if index < len(everyone[rank]) else ("nothing", {})
+                theirs = gathered[rank][index] if index < len(gathered[rank]) else ("nothing", {})
                 if theirs[0] != what or theirs[1].get(name) != ranks:
                     problems.append(
-                        f"{targets[index]}: its {name} group is {ranks}, but rank {rank} has {theirs[0]}, "
+                        f"{targets[index]}: the {name} group is {ranks}, but rank {rank} has {theirs[0]}, "
                         f"{name} group {theirs[1].get(name)}"
                     )
     return problems
 
 
 def _try_transport(target: _ProbeTarget) -> str | None:
-    """One small forward and backward pass; a sentence when it differs from the one-rank answer."""
+    """Run a small forward and backward pass; return a message if they differ."""
     module = target.module
     size, rank = module.config.context_parallel_size, dist.get_rank(module.pg_collection.cp)
     inputs = module.probe_inputs()
@@ -175,7 +178,7 @@ def _try_transport(target: _ProbeTarget) -> str | None:
         if not difference <= TOLERANCE[inputs.dtype]:
             return (
                 f"{target}: the {name} of a sequence sharded over {size} ranks differs from the one-rank answer by "
-                f"{difference:.1e} of its largest value: the groups do not communicate as they should"
+                f"{difference:.1e} of the largest value: the groups do not communicate correctly"
             )
     return None
 
@@ -185,9 +188,9 @@ def _largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
 
 
 def _compare_settings(problems: list[str]) -> None:
-    """Raise on all ranks what any of them found."""
+    """Raise on all ranks the problems of any rank."""
     found = gather_problems(problems)
     if found:
         between = "\n  "
-        what = f"attention probe failed, nothing was trained.{between}{shown(found, between)}"
+        what = f"attention probe failed; training not started.{between}{shown(found, between)}"
         raise ProbeError(what, on_all_ranks=True)

@@ -1,11 +1,11 @@
-"""Transformer Engine's attention with the context-parallel groups it was really given.
+"""Transformer Engine's attention with the groups that it is given.
 
-megatron-core 0.19.2's ``TEDotProductAttention`` takes the hierarchical groups from global state, whatever
-``pg_collection`` says; where that state is empty, Transformer Engine sees no group and attends to local tokens without
-a word. It also allocates its second stream only when context parallelism is configured statically, and leaves a
-microbatch's group in place after the microbatch. The subclass here sets all of this right and refuses what cannot be.
+megatron-core 0.19.2's ``TEDotProductAttention`` reads the hierarchical groups from global state and ignores
+``pg_collection``. If that state is empty, Transformer Engine silently attends to local tokens. It also allocates its
+second stream only with static context parallelism, and keeps a microbatch's group after the microbatch. The subclass
+here corrects all of this, and refuses the rest.
 
-Importable without Transformer Engine; the class exists from the first call of :func:`te_attention_class` on.
+Importable without Transformer Engine; :func:`te_attention_class` creates the class on first call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_cp.config.names import NAME
 
 @functools.cache
 def have_transformer_engine() -> bool:
-    """Whether megatron-core found Transformer Engine."""
+    """Return whether megatron-core found Transformer Engine."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return bool(HAVE_TE)
@@ -37,7 +37,7 @@ def have_transformer_engine() -> bool:
 
 @functools.cache
 def te_attention_class() -> type:
-    """The core-attention class to put into a layer spec. Raises ImportError without Transformer Engine."""
+    """Return the core-attention class; raise ImportError without the library."""
     if not have_transformer_engine():
         raise ImportError(
             f"Transformer Engine is not installed. Fix: {how_to_install('gpu')}, or "
@@ -45,14 +45,14 @@ def te_attention_class() -> type:
         )
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return with_given_groups(TEDotProductAttention)
+    return te_subclass(TEDotProductAttention)
 
 
-def with_given_groups(base: Any) -> type:
-    """A subclass of ``base``, megatron-core's ``TEDotProductAttention``, that uses the groups it is handed."""
+def te_subclass(base: Any) -> type:
+    """Subclass megatron-core's ``TEDotProductAttention`` to use given groups."""
 
     class TEContextParallelAttention(base):
-        """See the module's docstring. ``context`` tells the transport and groups in use."""
+        """See the module's docstring. ``context`` has the transport and groups in use."""
 
         def __init__(
             self,
@@ -68,7 +68,7 @@ def with_given_groups(base: Any) -> type:
             comm_type = cp_comm_type or transport_of_layer(config, layer_number)
             where = f"TEDotProductAttention, layer {layer_number}"
             if pg_collection is None and config.context_parallel_size > 1:
-                raise ValueError(f"{where}: pg_collection is None; pass the process groups it is to use")
+                raise ValueError(f"{where}: pg_collection is None; pass the process groups")
             context = configured_context(config, comm_type, pg_collection, where)
             super().__init__(
                 config,
@@ -76,7 +76,7 @@ def with_given_groups(base: Any) -> type:
                 attn_mask_type,
                 attention_type,
                 *args,
-                # Upstream asks for both levels' groups, also where nothing is configured statically and there are none.
+                # Upstream requires both levels' groups, also without static context parallelism.
                 cp_comm_type=comm_type if context.size > 1 else RING.name,
                 pg_collection=pg_collection,
                 **kwargs,
@@ -85,9 +85,9 @@ def with_given_groups(base: Any) -> type:
             self.pg_collection = pg_collection
             self.cp_comm_type = comm_type
             if config.softmax_type == "learnable":
-                # Its own begins at zero and without the mark of a parameter that tensor-parallel ranks share out.
+                # Transformer Engine's starts at zero, without the attributes of a tensor-parallel parameter.
                 self.softmax_offset = learnable_softmax_offset(config, pg_collection)
-            # Dynamic context parallelism needs the stream even where nothing is configured statically.
+            # Dynamic context parallelism needs the stream also without static context parallelism.
             if base.cp_stream is None and torch.cuda.is_available():
                 base.cp_stream = torch.cuda.Stream()
             self._softmax_scale = kwargs.get("softmax_scale")
@@ -106,10 +106,10 @@ def with_given_groups(base: Any) -> type:
             cp_stream: Any = None,
             cp_comm_type: str | None = None,
         ) -> CPContext:
-            """Use ``group`` from now on; None restores the configured ones. Returns the context that was in use.
+            """Use ``group`` from now on; return the previous context.
 
-            The other arguments are Transformer Engine's. Left out they keep what this layer has; in particular the
-            transport stays, where Transformer Engine's own default would make it ``p2p``.
+            The other arguments are Transformer Engine's; None keeps the layer's value. In particular the transport
+            stays, where Transformer Engine's default would be ``p2p``.
             """
             before = self._context
             if cp_comm_type is not None and cp_comm_type != self.cp_comm_type:
@@ -124,7 +124,7 @@ def with_given_groups(base: Any) -> type:
             return before
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
-            """Attention; a group in ``packed_seq_params`` (dynamic context parallelism) holds for this call only."""
+            """Attend; a group in ``packed_seq_params`` applies to this call only."""
             group = getattr(packed_seq_params, "cp_group", None)
             dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
             if group is not None:
@@ -140,8 +140,10 @@ def with_given_groups(base: Any) -> type:
 
         @contextlib.contextmanager
         def _share_of_offset_gradient(self, ranks: int) -> Iterator[None]:
-            """Transformer Engine gives each rank of an all-to-all the gradient of all heads' offsets, whole, and the
-            ranks' gradients are then added up: let each have its share."""
+            """Give each rank of an all-to-all a share of the offsets' gradient.
+
+            Transformer Engine gives each rank the whole gradient of all heads, and the ranks' gradients are summed.
+            """
             whole = self._parameters.get("softmax_offset")
             if whole is None or ranks == 1:
                 yield
@@ -155,7 +157,7 @@ def with_given_groups(base: Any) -> type:
                 self._parameters["softmax_offset"] = whole
 
         def probe_inputs(self) -> ProbeInputs:
-            """See :func:`megatron_cp.attention.modules.probe.probe_attention`."""
+            """Return inputs for :func:`megatron_cp.attention.modules.probe.probe_attention`."""
             tp = self.config.tensor_model_parallel_size
             offset = getattr(self, "softmax_offset", None)
             return ProbeInputs(
@@ -171,7 +173,7 @@ def with_given_groups(base: Any) -> type:
             )
 
         def probe_forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            """Causal attention through Transformer Engine, [s_local, b, heads, head_dim]."""
+            """Compute causal attention by Transformer Engine, [s_local, b, heads, head_dim]."""
             from megatron.core.transformer.enums import AttnMaskType
 
             out = self(query, key, value, None, attn_mask_type=AttnMaskType.causal)
@@ -190,7 +192,7 @@ def with_given_groups(base: Any) -> type:
 
 
 class _ShareOfGradient(torch.autograd.Function):
-    """The same value, with one of ``ranks`` equal shares of the gradient."""
+    """Identity with one of ``ranks`` equal shares of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
@@ -203,11 +205,11 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 def _te_groups(context: CPContext) -> tuple[Any, list[int]]:
-    """What Transformer Engine wants: a group or one for each level, and the global ranks by context-parallel rank."""
+    """Return Transformer Engine's groups, and global ranks by CP rank."""
     if not context.transport.hierarchical:
         group = context.peers[0].group
         return group, dist.get_process_group_ranks(group)
-    # Neighbours form the a2a groups, so the ring's members are the a2a group's, shifted from group to group.
+    # Neighbours form a2a groups: other groups are this one, shifted by the ring's members.
     neighbours = dist.get_process_group_ranks(context.a2a_peers.group)
     ring = dist.get_process_group_ranks(context.p2p_peers.group)
     shifts = [rank - ring[context.p2p_peers.rank] for rank in ring]

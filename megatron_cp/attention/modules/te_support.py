@@ -1,10 +1,9 @@
-"""What Transformer Engine's attention can compute under context parallelism, by version. Pure: no torch.
+"""Transformer Engine's support for attention, by version. Pure.
 
-One table for everybody: the rules refuse a configuration that asks for more of it, and ``attention_backend=auto``
-falls back to our own attention, in Transformer Engine's layers. The facts are those of its own checks in
-``attention/dot_product_attention/context_parallel.py`` and ``utils.py`` and, for windows, in
-``common/fused_attn/fused_attn.cpp``. ``tests/doubles/te_on_cpu/support.py`` tries them against the Python part of a
-version: each minor version from 2.10 to 2.20 was tried.
+The rules refuse configurations beyond this table, and ``attention_backend=auto`` falls back to our own attention in
+Transformer Engine's layers. The facts come from its checks in ``attention/dot_product_attention/context_parallel.py``
+and ``utils.py`` and, for windows, in ``common/fused_attn/fused_attn.cpp``. ``tests/doubles/te_on_cpu/support.py`` tries
+them against the Python part of a version: each minor version from 2.10 to 2.20 was tried.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from megatron_cp.attention.transports.registry import ALWAYS, TRANSPORTS, TESinc
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 
-MINIMUM = "2.10.0"  # the oldest version that our use of its attention was written for
-EVEN_HEADS = "2.15.0"  # from here on its fused attention takes even numbers of heads only, with an all-to-all
+MINIMUM = "2.10.0"  # oldest supported version
+EVEN_HEADS = "2.15.0"  # from here on, fused attention with an all-to-all requires even numbers of heads
 ONE_RANK = TESince(ALWAYS, ALWAYS, ALWAYS, ALWAYS, ALWAYS, "2.12.0", ALWAYS, "2.12.0", different_head_dims=ALWAYS)
-# Features of TESince: in words, and the rule that asks for each.
+# Features of TESince: words, and the id of the rule that checks each.
 FEATURES = {
     "context_parallelism": ("context parallelism", "C16"),
     "packs": ("packed sequences (thd)", "F5"),
@@ -35,8 +34,10 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that a configuration asks for and Transformer Engine does not have, or, where ``slow``, does far more
-    slowly than our own attention; ``rule`` is the rule's id."""
+    """Configured feature that Transformer Engine lacks; ``rule``: the rule's id.
+
+    ``slow``: it has the feature, but far slower than our own attention.
+    """
 
     rule: str
     field: str
@@ -45,7 +46,7 @@ class Gap:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """``"2.20.0.dev0"`` as (2, 20, 0)."""
+    """Parse a version: ``"2.20.0.dev0"`` as (2, 20, 0)."""
     numbers = []
     for part in text.split("+")[0].split("."):
         if not part.isdigit():
@@ -55,12 +56,12 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def has(version: str, since: str | None) -> bool:
-    """Whether a version has what is there ``since`` another."""
+    """Return whether a version has a feature that exists ``since`` another version."""
     return since is not None and parse_version(version) >= parse_version(since)
 
 
 def first_versions(feature: str) -> str:
-    """Since when the transports that have a feature of :class:`TESince` have it, in words."""
+    """Describe since which version each transport has a feature of :class:`TESince`."""
     since = {name: getattr(transport.te_since, feature) for name, transport in TRANSPORTS.items()}
     return ", ".join(
         f"{name} {'always' if version == ALWAYS else f'since {version.removesuffix(".0")}'}"
@@ -70,13 +71,13 @@ def first_versions(feature: str) -> str:
 
 
 def has_window(model: ModelConfig) -> bool:
-    """Whether attention is limited to a window: no limit to the left is none, where a causal mask is there anyway."""
+    """Return whether attention has a window that limits it."""
     unlimited = ([-1, -1], [-1, 0]) if model.attention_mask_type == "causal" else ([-1, -1],)
     return model.window_size is not None and model.window_size not in unlimited
 
 
 def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash: bool, fp32: bool) -> Iterator[Gap]:
-    """What a finalized configuration asks of attention that this version lacks, or is slow at.
+    """Yield features of a configuration that this version lacks or slows down.
 
     ``packed_sizes``, ``flash`` and ``fp32`` are as in :func:`choose_backend`.
     """
@@ -85,7 +86,7 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
     widest = max(packed_sizes, default=1)
     several = max(model.context_parallel_size, widest) > 1 or model.dynamic_context_parallel
     packing = NAME.model.sequence_packing_scheduler, model.sequence_packing_scheduler is not None
-    if widest > 1 and not packing[1]:  # only evaluation runs packs
+    if widest > 1 and not packing[1]:  # packs in evaluation only
         packing = NAME.dist.eval_context_parallel_size, True
     in_packs = "_in_packs" if packing[1] else ""
     window = "window" if model.attention_mask_type == "causal" else f"full_window{in_packs}"
@@ -105,7 +106,7 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
             if is_wanted and not has(version, since):
                 when = f"before version {since}" if since else "in any version"
                 yield Gap(rule, field, f"no {words} {where} {when} ({version} here)")
-        # For packs of evaluation alone it does not matter.
+        # Not checked for packs in evaluation only.
         if model.sequence_packing_scheduler is not None and not has(version, row.packs_without_waits):
             when = f"before {row.packs_without_waits}"
             message = f"packs make the host wait for the GPU, for each sequence, {where} {when} ({version} here)"
@@ -137,7 +138,7 @@ def _head_dims(model: ModelConfig) -> tuple[int, ...]:
 
 
 def odd_heads(model: ModelConfig, version: str) -> str:
-    """The numbers of a rank's heads that its fused attention does not take with an all-to-all, in words."""
+    """Describe a rank's head counts that fused attention refuses with an all-to-all."""
     if model.tensor_model_parallel_size < 1 or parse_version(version) < parse_version(EVEN_HEADS):
         return ""
     heads = (count // model.tensor_model_parallel_size for count in (model.num_attention_heads, model.kv_heads))
@@ -145,7 +146,7 @@ def odd_heads(model: ModelConfig, version: str) -> str:
 
 
 def _head_gaps(model: ModelConfig, transport: Transport, packed_sizes: Collection[int]) -> Iterator[Gap]:
-    """Key/value heads that an all-to-all cannot hand out whole; ours gives several ranks the same one."""
+    """Yield gaps of key/value heads that an all-to-all cannot split."""
     sizes = transport.head_ranks(model.context_parallel_size, model.hierarchical_context_parallel_sizes, packed_sizes)
     tp, groups = model.tensor_model_parallel_size, model.kv_heads
     if tp < 1:
@@ -166,11 +167,11 @@ def _head_gaps(model: ModelConfig, transport: Transport, packed_sizes: Collectio
 
 
 def has_te_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: bool) -> bool:
-    """Whether the layers around attention are Transformer Engine's: wherever it is installed on a GPU, whosever the
-    attention is, unless ``model.transformer_impl`` leaves it out.
+    """Return whether the layers around attention are Transformer Engine's.
 
-    ``version`` is the installed Transformer Engine's, None where there is none. Runs in float32 (``fp32``) have them
-    only if they ask for them: its matrix products are TF32 there.
+    True on a GPU with the library, with any attention, unless ``model.transformer_impl`` says otherwise. ``version``:
+    the installed version or None. Runs in float32 (``fp32``) use its layers only on request: its matrix products are
+    TF32.
     """
     wanted = model.transformer_impl
     if wanted == "local" or not on_gpu or version is None or parse_version(version) < parse_version(MINIMUM):
@@ -186,18 +187,18 @@ def choose_backend(
     fp32: bool,
     flash: bool = False,
 ) -> tuple[Literal["te", "native"], list[Gap]]:
-    """The attention that ``model.attention_backend`` comes to, and what speaks against Transformer Engine's.
+    """Choose the attention backend; return it and Transformer Engine's gaps.
 
-    ``version`` is the installed Transformer Engine's, None where there is none; ``packed_sizes`` are the ranks of the
-    groups that packed microbatches may use, which are all-to-all groups to it like the configured one; ``fp32`` says
-    whether all is computed in float32, and ``flash`` whether flash attention is installed. With "te" the gaps are the
-    rules' matter; with "auto" any gap means our own attention.
+    ``version``: the installed version or None. ``packed_sizes``: ranks of the groups of packed microbatches, which
+    Transformer Engine uses as all-to-all groups like the configured one. ``fp32``: everything is computed in float32.
+    ``flash``: flash attention is installed. With "te" the rules report the gaps; with "auto" any gap selects our own
+    attention.
     """
     wanted = model.attention_backend
     if wanted == "native" or not on_gpu or version is None or model.transformer_impl == "local":
         return "native", []
     found = list(gaps(model, version, packed_sizes, flash, fp32))
     if wanted == "auto" and fp32 and not any(gap.rule == "E13" for gap in found):
-        # It runs, but rounds to TF32: a run on one rank must not differ so from one that is split.
+        # It works, but rounds to TF32: a run on one rank must not differ from a sharded run by that.
         found.append(Gap("E13", NAME.mixed_precision.fp32, "its matrix products are TF32, not float32"))
     return ("native" if wanted == "auto" and found else "te"), found

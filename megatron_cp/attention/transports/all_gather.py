@@ -1,8 +1,7 @@
-"""``all_gather``: every rank collects all keys and values and attends to them with its own queries.
+"""``all_gather``: attend to gathered keys and values of all ranks.
 
-The gather is one exchange with nothing to wait for in between, and the only transport whose memory grows with the
-group: the gathered keys and values, and in the backward pass (which gathers again rather than save them) their
-gradients, which are then summed over ranks and scattered.
+The only transport whose memory grows with the group: for the gathered keys and values, and in the backward pass (which
+gathers again rather than save them) for their gradients, which are then summed over ranks and scattered.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_cp.attention.transports.comm import Peers
 def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
-    """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    """Attend with local queries to all ranks' keys and values: [s_local, b, h, d]."""
     return _AllGather.apply(query, key, value, softmax_offset, call, peers)
 
 
@@ -59,7 +58,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tuple[Tensor, Tensor]:
-    """All ranks' keys and values, in the order of ``Layout.gathered_spans``."""
+    """Gather all ranks' keys and values, in the order of ``Layout.gathered_spans``."""
     parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, x in enumerate((key, value)):
@@ -72,7 +71,7 @@ def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tu
 
 
 def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
-    """The sums over ranks, in rank order, of this rank's rows of gradients whose rows lie as gathered."""
+    """Yield this rank's rows of gathered gradients, summed over ranks in rank order."""
     parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, gradient in enumerate((dkeys, dvalues)):

@@ -1,8 +1,8 @@
-"""``a2a``: ranks exchange sequence for heads, attend to whole sequences with a share of the heads, and exchange back.
+"""``a2a``: exchange sequence for heads, attend, and exchange back.
 
-Before: every rank has its tokens of all heads. After: every rank has all tokens of heads/size query heads and of the
-key/value heads that those use. Where there are fewer key/value heads than ranks, several ranks get the same one and
-its gradients are summed on the way back. Each head is computed whole, so nothing is merged.
+Before: every rank has its tokens of all heads. After: every rank has all tokens of heads/size query heads and their
+key/value heads. With fewer key/value heads than ranks, several ranks get the same one, and its gradients are summed on
+the way back. Each head is computed whole, so nothing is merged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_cp.attention.transports.ring import ring_attention
 from megatron_cp.parallel.transfer import send
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionCall], Tensor]
-Share = Callable[[int], slice]  # rank -> the heads it works on
+Share = Callable[[int], slice]  # rank -> heads of the rank
 Step = Callable[[Sequence[Tensor], Sequence[Share]], list[Tensor]]
 
 
 def all_to_all_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
-    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable. Query heads must divide by ranks."""
+    """Attend to all ranks' tokens with a share of heads; differentiable."""
     return with_heads_exchanged(_attend_alone, query, key, value, softmax_offset, call, peers)
 
 
@@ -46,7 +46,7 @@ def with_heads_exchanged(
     call: AttentionCall,
     peers: Peers,
 ) -> Tensor:
-    """Call ``inner`` on the tokens of all ``peers`` with this rank's share of the heads, and bring its output back."""
+    """Call ``inner`` on all tokens with this rank's share of heads, and exchange back."""
     if peers.size == 1:
         return inner(query, key, value, softmax_offset, call)
     heads = HeadSplit.of(query.shape[2], key.shape[2], peers.size)
@@ -70,10 +70,10 @@ def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | No
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """The messages between sequence and heads, all tensors' under way at once.
+    """Messages between sequence and heads, of all tensors at once.
 
-    Rows go straight to where they belong: ``runs`` says which rows of each rank lie where in the common shard. That of
-    a ``pack``, whose chunks would be a message each, is put together rank by rank and then put in order.
+    Rows are received in place: ``runs`` lists the rows of each rank in the common shard. A ``pack`` would need a
+    message a chunk, so it is received rank by rank and then reordered.
     """
 
     peers: Peers
@@ -92,7 +92,7 @@ class _Exchange:
         return self.runs[self.peers.rank]
 
     def spread(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
-        """[s_local, b, heads, d] of all heads to [all ranks' tokens, b, this rank's share of the heads, d]."""
+        """Exchange [s_local, b, heads, d] for [all tokens, b, this rank's heads, d]."""
         arrivals = [self._start_spread(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
         shards = [arrival.wait() for arrival in arrivals]
         if self.pack is None:
@@ -111,7 +111,7 @@ class _Exchange:
         return arrival
 
     def collect(self, tensors: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor]:
-        """The inverse; a head that several ranks worked on gets the sum of what they computed."""
+        """Invert :meth:`spread`; sum heads that several ranks computed."""
         arrivals = [self._start_collect(*each, index) for index, each in enumerate(zip(tensors, shares, strict=True))]
         return [self._join(arrival.wait(), share) for arrival, share in zip(arrivals, shares, strict=True)]
 
@@ -127,7 +127,7 @@ class _Exchange:
         return comm.exchange(outgoing, incoming, incoming, self.peers, index)
 
     def _join(self, parts: list[list[Tensor]], share: Share) -> Tensor:
-        """``parts``: what each rank computed for each of this rank's runs."""
+        """Join ``parts``: each rank's results for each of this rank's runs."""
         size, like = self.peers.size, parts[0][0]
         shape = (sum(run.length for run in self.mine), like.shape[1], share(size - 1).stop, like.shape[3])
         if all(share(rank).stop == share(rank + 1).start for rank in range(size - 1)):
@@ -147,7 +147,7 @@ class _Exchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """``there(tensors, shares)``, and the gradients back again."""
+    """Apply ``there(tensors, shares)``, and exchange gradients back."""
 
     @staticmethod
     def forward(ctx: Any, there: Step, back: Step, shares: Sequence[Share], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""The exchanges of context parallelism: a ring hop, an all-to-all and a gather.
+"""Exchanges of context parallelism: ring hop, all-to-all and gather.
 
-Every exchange starts at once and returns a :class:`PendingReceive`. gloo blocks forever in a second wait on a receive,
-so ``wait`` waits once and remembers it. A :class:`PendingReceive` keeps the tensors that are being sent until then.
+Each starts at once and returns a :class:`PendingReceive`. gloo blocks forever in a second wait on a receive, so
+``wait`` waits once. A :class:`PendingReceive` keeps the sent tensors alive until then.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Messages between the same two ranks that may be under way at the same time are told apart by their tag.
-# A hop uses its tag and the next, an exchange two for each index.
+# Tags of messages between two ranks that may overlap. A hop uses its tag and the next, an exchange two for each index.
 KV_TAG, GRAD_TAG, EXCHANGE_TAG = 10, 20, 30
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks one exchange runs over: a process group, this process's rank in it and its size. None is one rank."""
+    """Ranks of an exchange; a group of None is a single rank."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -40,7 +39,7 @@ class Peers:
 
 
 class PendingReceive[T]:
-    """What is on its way, and the tensors that must stay alive and untouched until it has come."""
+    """Receives in progress, with tensors that must stay unchanged until then."""
 
     def __init__(self, content: T, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         self._content = content
@@ -48,7 +47,7 @@ class PendingReceive[T]:
         self._keep = tuple(keep)
 
     def wait(self) -> T:
-        """The content, complete; what was sent in exchange may be reused from now on."""
+        """Wait for the content; sent tensors may be reused afterwards."""
         for work in self._works:
             work.wait()
         self._works, self._keep = [], ()
@@ -56,7 +55,7 @@ class PendingReceive[T]:
 
 
 def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> PendingReceive[tuple[Tensor, Tensor]]:
-    """Send two tensors to the rank ``distance`` ahead on the ring, and receive two from the rank as far behind."""
+    """Send two tensors ``distance`` ranks ahead, and receive two from behind."""
     to, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
     sent = pair[0].contiguous(), pair[1].contiguous()
     arriving = torch.empty_like(sent[0]), torch.empty_like(sent[1])
@@ -70,10 +69,10 @@ def hop(pair: tuple[Tensor, Tensor], distance: int, peers: Peers, tag: int) -> P
 def exchange[T](
     outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], content: T, peers: Peers, index: int
 ) -> PendingReceive[T]:
-    """Send one or two tensors ``outgoing[r]`` to each other rank r and fill ``incoming[r]``, parts of ``content``.
+    """Send ``outgoing[r]`` to each rank r, and fill ``incoming[r]``.
 
-    An all-to-all whose parts may lie anywhere, so that they need no buffer to be sent from or put into. Exchanges under
-    way at the same time have different ``index``.
+    Each has one or two tensors. An all-to-all without buffers, whose parts may lie anywhere. Overlapping exchanges need
+    different ``index``.
     """
     operations, sent = [], []
     others = [rank for rank in range(peers.size) if rank != peers.rank]
@@ -89,9 +88,9 @@ def exchange[T](
 def all_gather[T](
     pieces: Sequence[Tensor], outs: Sequence[Tensor], content: T, peers: Peers, index: int
 ) -> PendingReceive[T]:
-    """One or two tensors ``pieces[i]`` [rows, ...] of every rank, by rank, into ``outs[i]`` [size * rows, ...].
+    """Gather one or two tensors ``pieces[i]`` of every rank into ``outs[i]``, by rank.
 
-    ``content`` and ``index`` as for :func:`exchange`.
+    Shapes: [rows, ...] and [size * rows, ...]. ``content`` and ``index`` as for :func:`exchange`.
     """
     sent = [piece.contiguous() for piece in pieces]
     if sent[0].device.type != "cpu":
@@ -100,7 +99,7 @@ def all_gather[T](
             for out, piece in zip(outs, sent, strict=True)
         ]
         return PendingReceive(content, works, keep=sent)
-    # gloo's all-gather would put everything together in a buffer of its own and copy it from there.
+    # gloo's all-gather would join everything in a buffer of its own and copy from there.
     slots = [out.unflatten(0, (peers.size, -1)) for out in outs]
     incoming = [[slot[rank] for slot in slots] for rank in range(peers.size)]
     arrival = exchange([sent] * peers.size, incoming, content, peers, index)

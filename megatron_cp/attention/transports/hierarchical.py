@@ -1,8 +1,8 @@
-"""``a2a+p2p``: sequence for heads within a small group of neighbours, a ring between the groups.
+"""``a2a+p2p``: heads within groups of neighbours, a ring between groups.
 
-No third algorithm: after the exchange, a group of neighbours holds exactly the zigzag shard that one rank of the ring
-between groups would hold, with a share of the heads. A hop of that ring carries as much as one of a flat ring, but
-there are p2p - 1 of them instead of a2a * p2p - 1, and only they cross the slow links.
+After the exchange, a group of neighbours holds the zigzag shard of one rank of the ring between groups, with a share of
+the heads. A hop of that ring carries as much as one of a flat ring. There are p2p - 1 hops instead of a2a * p2p - 1,
+and only they use slow links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def hierarchical_attention(
     a2a_peers: Peers,
     p2p_peers: Peers,
 ) -> Tensor:
-    """Attention over all ranks' tokens, [s_local, b, h, d]; differentiable.
+    """Attend to all ranks' tokens: [s_local, b, h, d]; differentiable.
 
     Query heads must divide by the size of ``a2a_peers``.
     """

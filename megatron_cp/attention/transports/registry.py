@@ -1,6 +1,6 @@
-"""Every transport of context-parallel attention, with all that is known of it. Pure: imports no torch.
+"""Registry of context-parallel transports. Pure: imports no torch.
 
-Rules, cost model, selection, groups, probe, verification, documents and benchmarks read this table; nothing outside it
+Rules, cost model, selection, groups, probe, verification, documents and benchmarks read this table; no other code
 compares names. A new transport is a module with one function (``run``), and an entry in :data:`TRANSPORTS`.
 """
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import LEVELS
 
-# What ranks of a level do: exchange sequence for heads, or bring keys and values to queries.
+# Task of a level: exchange sequence for heads, or bring keys and values to queries.
 HEADS, KEYS = LEVELS
 ALWAYS, NEVER = "0", None  # as versions
 
 
 @dataclass(frozen=True)
 class TESince:
-    """First versions of Transformer Engine whose attention has a feature on a transport.
+    """First versions of Transformer Engine that support a feature with a transport.
 
-    packs_without_waits: packs do not make the host wait for the device. Before 2.18 the order of a pack behind an
-    all-to-all is made of the bounds of each sequence's chunks, each read from the device: for 16 sequences on four
-    ranks some two thousand waits in each layer, forward and backward.
+    packs_without_waits: packs do not make the host wait for the device. Before 2.18 an all-to-all of a pack reads the
+    bounds of each sequence's chunks from the device: for 16 sequences on four ranks about two thousand waits a layer,
+    forward and backward.
     """
 
     context_parallelism: str | None = NEVER
@@ -39,10 +39,10 @@ class TESince:
 
 @dataclass(frozen=True)
 class CostTerms:
-    """How the cost model counts the messages of a group of c ranks.
+    """Message counts of a group of c ranks in the cost model.
 
-    hops: c - 1 messages, hidden behind attention, with kernel calls for each; otherwise one message, exposed.
-    by_heads: a rank moves 1/c of each token, but also of queries and outputs; c has to divide the heads.
+    hops: c - 1 messages, hidden behind attention, with kernel calls for each; otherwise one exposed message.
+    by_heads: a rank moves 1/c of each token, but also queries and outputs; c must divide the heads.
     """
 
     hops: bool
@@ -51,16 +51,17 @@ class CostTerms:
 
 @dataclass(frozen=True)
 class Transport:
-    """How attention's rows reach other context-parallel ranks.
+    """One way for attention's rows to reach other context-parallel ranks.
 
     name: the value of ``model.cp_comm_type``.
     run: ``module:function`` of ``(query, key, value, softmax_offset, call, *peers)``, with the peers of each level;
         returns attention over all ranks' tokens, [s_local, b, h, d], differentiable.
-    levels: of its groups, :data:`HEADS`, :data:`KEYS` or both, which needs ``hierarchical_context_parallel_sizes``.
-    hops: keys and values come in a message a rank, which takes tokens enough to compute meanwhile.
-    auto: its place in the preferences of ``cp_comm_type=auto``, which does not consider it with None.
-    in_two_levels: what replaces it for a packed microbatch whose group has more ranks than divide the heads.
-    other_names: what other projects call it.
+    levels: levels of the groups, :data:`HEADS`, :data:`KEYS` or both; both require
+        ``hierarchical_context_parallel_sizes``.
+    hops: keys and values come in a message a rank, which needs enough tokens to be hidden behind compute.
+    auto: rank of preference for ``cp_comm_type=auto``; None: never chosen.
+    in_two_levels: replacement for a packed microbatch whose group has more ranks than divide the heads.
+    other_names: names in other projects.
     """
 
     name: str
@@ -83,14 +84,14 @@ class Transport:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Overrides that choose it."""
+        """Overrides that select this transport."""
         flat = () if self.hierarchical else (f"{NAME.model.hierarchical_context_parallel_sizes}=null",)
         return f"{NAME.model.cp_comm_type}={self.name}", *flat
 
     def head_ranks(self, cp: int, sizes: Sequence[int] | None, packed: Collection[int] = ()) -> set[int]:
-        """Over how many ranks it splits the heads: those of a group of ``cp``, of ``sizes``, or of ``packed`` groups.
+        """Return the numbers of ranks that split the heads, which must divide them.
 
-        The numbers have to divide the heads. Empty where it splits none.
+        Of a group of ``cp`` ranks, of ``sizes``, or of ``packed`` groups. Empty if heads are not split.
         """
         if not self.exchanges_heads:
             return set()
@@ -114,9 +115,9 @@ ALL_GATHER = Transport(
     "all_gather",
     run=f"{_HERE}.all_gather:all_gather_attention",
     levels=(KEYS,),
-    cost=_HOPS,  # as a ring: what its one exposed exchange costs has not been measured
-    # Windows without a causal mask are computed from 2.12 on, and wrong: the kernel is given the keys from the window's
-    # beginning on, and told that they begin with the first row's.
+    cost=_HOPS,  # as a ring: the cost of one exposed exchange has not been measured
+    # Windows without a causal mask are accepted from 2.12 on, but wrong: the kernel gets the keys from the window's
+    # start on, with positions as if they started at the first row's.
     te_since=TESince("1.10.0", packs="2.18.0", window=ALWAYS, different_head_dims="2.15.0"),
     auto=4,
     other_names=("allgather", "ag"),
@@ -154,21 +155,21 @@ TRANSPORTS: dict[str, Transport] = {each.name: each for each in (RING, ALL_GATHE
 
 
 def transport_named(name: str) -> Transport:
-    """A registered transport. Raises ValueError where there is none of this name."""
+    """Return a registered transport; raise ValueError for an unknown name."""
     if name not in TRANSPORTS:
         raise ValueError(f"comm_type {name!r} is unknown; choose one of {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 
 def known_transports(names: Iterable[str]) -> tuple[Transport, ...]:
-    """The transports of these names; names that are none (``auto``, misspelled ones) are left out."""
+    """Return the transports of these names; unknown names (also ``auto``) are skipped."""
     return tuple(TRANSPORTS[name] for name in names if name in TRANSPORTS)
 
 
 def cost_transport(names: Iterable[str]) -> str:
-    """The transport whose messages the cost model counts for layers with ``names``: the first with the same terms.
+    """Return the transport whose messages the cost model counts.
 
-    The ring's where layers differ.
+    The first with the same cost terms; the ring if layers differ.
     """
     terms = {transport.cost for transport in known_transports(names)}
     return next(each.name for each in TRANSPORTS.values() if terms == {each.cost}) if len(terms) == 1 else RING.name

@@ -1,9 +1,9 @@
-"""``p2p``: keys and values travel round a ring while each rank attends with its own queries.
+"""``p2p``: keys and values travel around a ring.
 
-At a stop the rank attends to the visiting keys and values and merges the result; the next visitor is already on its
-way. Stops at which no rank sees anything are skipped, the hop before them being longer. The backward pass saves the
-last visitor instead of the rank's own keys and values and runs the ring the other way round, so that each block of keys
-and values ends up at home, its gradients with it: as many hops as the forward pass.
+At each stop the rank attends to the received keys and values and merges the result, while the next ones arrive. Stops
+at which no rank sees anything are skipped by a longer hop. The backward pass saves the last received block instead of
+the rank's own, and runs the ring in reverse, so that each block and its gradients end at their rank: as many hops as in
+the forward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_cp.attention.transports.comm import Peers
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
-    """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    """Attend with local queries to all ranks' keys and values: [s_local, b, h, d]."""
     return _Ring.apply(query, key, value, softmax_offset, call, peers)
 
 
@@ -44,7 +44,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         stops = ring_shifts(call.layout, call.mask)
         visitor = as_read(key), as_read(value)
-        if len(stops) > 1:  # it is sent like this, and comes like this: one memory order at all stops
+        if len(stops) > 1:  # sent and received in this memory order, equal at all stops
             visitor = visitor[0].contiguous(), visitor[1].contiguous()
         result = OutputAccumulator(query, value.shape[-1])
         size = forward_tiles(query, call)
@@ -85,5 +85,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _hops(stops: tuple[int, ...]) -> list[int]:
-    """How far to hop from each stop to reach the next; 0 at the last."""
+    """Return the distance from each stop to the next; 0 at the last."""
     return [*(after - stop for stop, after in pairwise(stops)), 0]

@@ -1,21 +1,19 @@
-"""``cp_comm_type: auto``: which transport fits a layout. Pure arithmetic, with its reason in words.
+"""``cp_comm_type: auto``: select a transport, and say why. Pure.
 
-Of the registered transports that ``auto`` considers, in their order of preference, the first that fits. With ``h``
-query and ``kv`` key/value heads on a tensor-parallel rank, and room for ``gpus_per_node / tp`` neighbouring
-context-parallel ranks in a node:
+The first registered transport, in order of preference, that fits. With ``h`` query and ``kv`` key/value heads on a
+tensor-parallel rank, and room for ``gpus_per_node / tp`` neighbouring context-parallel ranks in a node:
 
-1. ``a2a`` where all ranks are in one node and their number divides ``h`` and ``kv``. Its bytes per rank fall with the
-   number of ranks, they go over the fast links, and every kernel sees a whole sequence.
+1. ``a2a`` if all ranks are in one node and their number divides ``h`` and ``kv``. The bytes a rank fall with the number
+   of ranks, the links are fast, and every kernel gets a whole sequence.
 2. ``a2a+p2p`` with the largest all-to-all group that stays in a node and divides ``h``, ``kv`` and the number of ranks,
    if there is one larger than 1. Only the ring crosses nodes, with that much less to carry.
 3. ``p2p`` if a rank's tokens are enough to hide a hop behind compute (or their number is unknown).
 4. ``all_gather``: one exchange instead of many exposed ones.
 
-With our own attention an all-to-all group may be larger than ``kv`` where that divides evenly; Transformer Engine
-refuses that, and odd numbers of heads. Its other restrictions are those of the registry: what has the features that a
-run needs in every version goes before what has them in some. A packed microbatch's group has one level to it, so an
-all-to-all must fit the groups of all packs. Where nothing fits so, an exposed ring is taken, then an all-to-all
-across nodes.
+With our own attention an all-to-all group may be a multiple of ``kv``; Transformer Engine refuses that, and odd numbers
+of heads. The registry has the other restrictions: a transport with the needed features in every version is preferred to
+one with the features in some. A packed microbatch's group has one level in Transformer Engine, so an all-to-all must
+fit the groups of all packs. If nothing fits, the fallback is an exposed ring, then an all-to-all across nodes.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from collections.abc import Collection
 from megatron_cp.attention.modules.te_support import MINIMUM, has
 from megatron_cp.attention.transports.registry import RING, TRANSPORTS, Transport
 
-# A ring hop is hidden when local tokens >= 2 * (kv / h) * FLOP/s / (bytes/s): here H100 attention (600 TFLOP/s) with
+# A ring hop is hidden if local tokens >= 2 * (kv / h) * FLOP/s / (bytes/s): here H100 attention (600 TFLOP/s) with
 # NVLink 4 (350 GB/s within a node) and NDR InfiniBand (45 GB/s between nodes).
 _TOKENS_PER_HEAD_RATIO = {"node": 3400, "network": 26700}
-_VERSIONS = (MINIMUM, "999")  # of Transformer Engine: what all of them can do, then what any can
+_VERSIONS = (MINIMUM, "999")  # of Transformer Engine: features of all versions, then of any
 
 
 def select_transport(
@@ -47,9 +45,8 @@ def select_transport(
     """Choose ``(cp_comm_type, hierarchical_context_parallel_sizes or None, reason)``.
 
     ``heads`` and ``kv_heads`` are the model's; ``tp`` and ``cp`` the group sizes. ``seq_length`` (whole sequence)
-    helps to judge whether a ring is hidden. With ``transformer_engine`` its restrictions hold, for windows, offsets and
-    packs, whose groups have the sizes ``packed_sizes``. Raises ValueError for numbers that do not fit or if no
-    transport can do what is asked.
+    decides whether a ring is hidden. With ``transformer_engine`` its restrictions apply, to windows, offsets and packs,
+    whose groups have the sizes ``packed_sizes``. Raises ValueError for invalid numbers, or if no transport fits.
     """
     sizes = {"heads": heads, "kv_heads": kv_heads, "tp": tp, "cp": cp, "gpus_per_node": gpus_per_node}
     for name, value in sizes.items():
@@ -58,7 +55,7 @@ def select_transport(
     if heads % tp:
         raise ValueError(f"heads={heads} is not divisible by tp={tp}")
     if cp == 1:
-        return RING.name, None, "one context-parallel rank: nothing is exchanged"
+        return RING.name, None, "one context-parallel rank: no exchange"
     h, kv, room = heads // tp, max(1, kv_heads // tp), max(1, gpus_per_node // tp)
     groups = {cp, *packed_sizes} if transformer_engine else {cp}
     enough = _TOKENS_PER_HEAD_RATIO["node" if cp <= room else "network"] * kv // h
@@ -70,7 +67,7 @@ def select_transport(
         return h % size == 0 and (kv % size == 0 or size % kv == 0)
 
     def offer(transport: Transport) -> tuple[int, list[int] | None, str] | None:
-        """How late it should be taken (0: it does well), its sizes, and why; None where it cannot be used."""
+        """Return penalty (0: fits well), sizes and reason; None if it cannot be used."""
         if transport.hierarchical:
             levels = [size for size in range(2, min(room, cp - 1) + 1) if cp % size == 0 and fits(size)]
             if not levels:
@@ -103,4 +100,4 @@ def select_transport(
         if offers:
             _, levels, reason, name = min(offers, key=lambda found: found[0])
             return name, levels, "; ".join(filter(None, (reason, restricted)))
-    raise ValueError(f"{restricted or 'there is no transport'}, but cp={cp} does not divide {h}/{kv} heads")
+    raise ValueError(f"{restricted or 'no transport fits'}, but cp={cp} does not divide {h}/{kv} heads")

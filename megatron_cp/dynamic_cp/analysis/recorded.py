@@ -1,4 +1,4 @@
-"""The schedules that a run really used, a line a step in its folder, and back again. Pure."""
+"""Recorded schedules of a run, one a line and step in the run folder. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a run: what was scheduled, the cost model that it was scheduled with, and how long the step took.
+    """One step of a run: schedule, cost model, and measured time.
 
-    context_parallel_size: the configured one. The three after it are those of :func:`megatron_cp.dynamic_cp.schedule`.
+    context_parallel_size: the configured one. The three fields after it are arguments of
+    :func:`megatron_cp.dynamic_cp.schedule`.
     """
 
     iteration: int
@@ -38,14 +39,15 @@ class RecordedStep:
 
 _LONGEST_STEP = 1e9  # seconds
 _MOST = {"num_ranks": MOST_RANKS, "max_seqlen_per_rank": 2**31 - 1, "sequence_parallel_size": MOST_RANKS}
-# What runs of older versions have not recorded.
+# Optional: not recorded by older versions.
 _SETTINGS = ("context_parallel_size", "microbatch_multiple", "sync_ranks", "pipeline_size")
 
 
 def record(step: StepPlan | RecordedStep, **settings: int) -> dict[str, Any]:
-    """A step in plain types; a group is [first rank, number of ranks, [sample ids]] with ids counted in the step.
+    """Convert a step to plain types.
 
-    ``settings`` are those of :class:`RecordedStep`.
+    A group is [first rank, number of ranks, [sample ids]], with ids counted in the step. ``settings``: fields of
+    :class:`RecordedStep`.
     """
     schedule = step.schedule
     return {
@@ -63,16 +65,15 @@ def record(step: StepPlan | RecordedStep, **settings: int) -> dict[str, Any]:
 
 
 def read_step(folder: Path, iteration: int | None = None) -> RecordedStep:
-    """A step of the run in ``folder``; by default its last one.
+    """Read a step of the run in ``folder``; by default its last one.
 
     Raises:
-        ValueError: the run has recorded no such step, or a damaged one.
+        ValueError: the step is not recorded, or damaged.
     """
     path = folder / SCHEDULES
-    if not os.path.isfile(path):  # which, unlike Path.is_file, never raises
+    if not os.path.isfile(path):  # unlike Path.is_file, never raises
         raise ValueError(
-            f"{path}: there is no such file. Runs with {NAME.model.sequence_packing_scheduler} write one into their "
-            "folder"
+            f"{path}: no such file. Only runs with {NAME.model.sequence_packing_scheduler} write one into their folder"
         )
     try:
         first, last, found = None, None, None
@@ -112,7 +113,7 @@ def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Check a line's types and ranges before anything is made of its numbers; raises ValueError and KeyError."""
+    """Check a line's types and ranges; raises ValueError and KeyError."""
     for name, most in (_MOST | dict.fromkeys(_SETTINGS, MOST_RANKS)).items():
         if name in _MOST or name in values:
             _check_number(values[name], name, 1, most)
@@ -126,9 +127,9 @@ def _check(values: dict[str, Any]) -> None:
             _check_number(size, "the ranks of a group", 1, ranks - first)
             seen += ids
     if not lengths or sorted(seen) != list(range(len(lengths))):
-        raise ValueError("is damaged: its microbatches do not hold each sample once")
+        raise ValueError("is damaged: its microbatches do not contain each sample once")
     if not isinstance(values["cost"], dict):
-        raise ValueError("is damaged: cost is no mapping")
+        raise ValueError("is damaged: cost is not a mapping")
 
 
 def _check_number(value: Any, name: str, least: int, most: int) -> None:

@@ -1,4 +1,4 @@
-"""What a person wants to know of a schedule, in numbers."""
+"""Figures of a schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_cp.dynamic_cp.types import Schedule
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """One schedule's figures under a cost model.
+    """Figures of one schedule under a cost model.
 
-    seconds: simulated step. imbalance: see :func:`imbalance_of_work`; a run writes the same number. useful, overhead,
-    idle: shares of all ranks' time that are bare work, communication and fixed costs, and waiting. padding: padding
-    tokens per real token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
+    seconds: simulated step. imbalance: see :func:`imbalance_of_work`; runs log the same number. useful, overhead, idle:
+    shares of all ranks' time for bare work, communication and fixed costs, and waiting. padding: padding tokens per
+    real token. cp_sizes: groups and tokens by CP size. idle_slots: (rank, microbatch) pairs without a group.
     """
 
     title: str
@@ -36,7 +36,7 @@ class ScheduleReport:
     cp_sizes: dict[int, tuple[int, int]]
 
     def as_dict(self) -> dict[str, object]:
-        """The figures as plain data."""
+        """Return the figures as plain data."""
         names = ("imbalance", "useful", "overhead", "idle", "padding", "num_microbatches", "idle_slots")
         sizes = {str(size): {"groups": g, "tokens": t} for size, (g, t) in self.cp_sizes.items()}
         figures = {name: getattr(self, name) for name in names}
@@ -44,12 +44,15 @@ class ScheduleReport:
 
 
 def cp_sizes(schedule: Schedule) -> dict[int, int]:
-    """How many groups of each size the whole domain runs."""
+    """Count the groups of each size in the domain."""
     return dict(sorted(Counter(group.cp_size for groups in schedule.microbatches for group in groups).items()))
 
 
 def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """The groups, one a row: microbatch, first rank, ranks, samples [groups, 4]; and their sample ids, in a row [n]."""
+    """Convert the groups to arrays.
+
+    Returns one row a group: microbatch, first rank, ranks, samples [groups, 4]; and all sample ids in order [n].
+    """
     rows = [
         (k, group.ranks[0], group.cp_size, len(group.sample_ids))
         for k, groups in enumerate(schedule.microbatches)
@@ -60,7 +63,7 @@ def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) -> float:
-    """Padding tokens per real token."""
+    """Return padding tokens per real token."""
     groups, ids = as_arrays(schedule)
     real = np.asarray(lengths, dtype=np.int64)[ids]
     unit = np.repeat(groups[:, 2], groups[:, 3]) * (2 * schedule.sequence_parallel_size)
@@ -69,7 +72,7 @@ def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) ->
 
 
 def imbalance_of_work(schedule: Schedule, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> float:
-    """Seconds that the rank with most work takes by the cost model, over the mean of all ranks. Waiting is no work."""
+    """Return the most loaded rank's work over the mean work, in the model's seconds."""
     groups, ids = as_arrays(schedule)
     real = np.asarray(lengths, dtype=np.float64)[ids]
     starts = np.cumsum(groups[:, 3]) - groups[:, 3]
@@ -93,7 +96,7 @@ def report(
     sync_ranks: int = 1,
     pipeline_size: int = 1,
 ) -> ScheduleReport:
-    """Simulate a schedule and sum it up."""
+    """Simulate a schedule and compute its figures."""
     step = simulate(schedule, lengths, cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size)
     groups: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
@@ -121,7 +124,7 @@ def report(
 
 
 def as_text(dynamic: ScheduleReport, static: Sequence[ScheduleReport], lengths: np.ndarray, num_ranks: int) -> str:
-    """The summary that ``megatron-cp schedule`` prints."""
+    """Format the summary that ``megatron-cp schedule`` prints."""
     lines = [
         f"{len(lengths)} samples, {int(lengths.sum())} tokens (longest {int(lengths.max())}, "
         f"median {int(np.median(lengths))}) on {num_ranks} ranks",
@@ -143,7 +146,7 @@ def as_text(dynamic: ScheduleReport, static: Sequence[ScheduleReport], lengths: 
 
 
 def compared(dynamic: ScheduleReport, static: ScheduleReport) -> str:
-    """How fast one step is beside another, in words that say that both are simulated."""
+    """Describe the simulated speed of one step relative to another."""
     ratio = f"{static.seconds / dynamic.seconds:.2f}x"
     if ratio == "1.00x":
         return f"simulated no faster ({ratio}) than {static.title}"

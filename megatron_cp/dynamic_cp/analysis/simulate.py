@@ -1,4 +1,4 @@
-"""How long a schedule takes under a cost model: a simulated optimizer step, rank by rank."""
+"""Simulate an optimizer step of a schedule under a cost model, rank by rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_cp.dynamic_cp.types import Group, Schedule
 
 @dataclass(frozen=True)
 class BusyTime:
-    """One group's microbatch on the clock, in seconds from the start of the step."""
+    """Busy time of one group's microbatch, in seconds from the start of the step."""
 
     microbatch: int
     group: Group
@@ -24,11 +24,11 @@ class BusyTime:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step. ``seconds`` is when the slowest rank is done; ``spans`` are in order of microbatch.
+    """Simulated step. ``seconds``: end of the slowest rank; ``spans``: by microbatch.
 
-    With pipeline stages ``seconds`` includes the bubble and is multiplied by the number of stages, so that it compares
-    with the same work on a pipeline of one; ``spans`` then show the microbatches without the pipeline.
-    ``over_bare_work`` is seconds * ranks / bare work (no communication, no overhead): 1.0 is perfect.
+    With pipeline stages ``seconds`` includes the bubble and is multiplied by the number of stages, to compare with the
+    same work on one stage; ``spans`` then show the microbatches without the pipeline. ``over_bare_work`` is
+    seconds * ranks / bare work (no communication, no overhead): 1.0 is perfect.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class SimulatedStep:
 
 
 def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join intervals that overlap; the result is sorted and disjoint."""
+    """Merge overlapping intervals; the result is sorted and disjoint."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if merged and start < merged[-1][1]:
@@ -48,9 +48,9 @@ def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _keeping_step(groups: Sequence[Group], num_ranks: int, sync_ranks: int, alone: bool) -> list[tuple[int, int]]:
-    """Blocks of ranks that run a microbatch together: groups, joined by the domains of ``sync_ranks`` they touch.
+    """Return blocks of ranks that run a microbatch together.
 
-    alone: each rank outside of all groups is a block, too.
+    Blocks are groups, merged by the domains of ``sync_ranks`` that they touch. alone: add each rank without a group.
     """
     spans = [(group.ranks[0], group.ranks[-1] + 1) for group in groups]
     if sync_ranks > 1:
@@ -69,17 +69,17 @@ def simulate(
     sync_ranks: int = 1,
     pipeline_size: int = 1,
 ) -> SimulatedStep:
-    """Run ``schedule`` on the clock.
+    """Simulate ``schedule``.
 
-    A group starts when its last member is free; with ``sync_ranks`` the ranks of a domain (aligned blocks of that
-    many) also start and finish each microbatch together. With ``pipeline_size`` > 1 every rank stands for a pipeline
-    that runs one forward, one backward (1F1B), a backward taking twice a forward.
+    A group starts when its last member is free. With ``sync_ranks`` the ranks of a domain (aligned blocks of that size)
+    also start and finish each microbatch together. With ``pipeline_size`` > 1 every rank stands for a pipeline with the
+    1F1B schedule, where a backward takes twice a forward.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     ideal = cost.ideal_seconds(sizes) / schedule.num_ranks
     free = np.zeros(schedule.num_ranks)
     spans: list[BusyTime] = []
-    edges, durations = [], []  # per microbatch: where blocks begin, and the seconds of each
+    edges, durations = [], []  # per microbatch: starts of blocks, and seconds of each
     for k, groups in enumerate(schedule.microbatches):
         blocks = _keeping_step(groups, schedule.num_ranks, sync_ranks, alone=pipeline_size > 1)
         lasts, todo = [], deque(sorted(groups))
@@ -104,8 +104,10 @@ def simulate(
 def _one_forward_one_backward(
     edges: list[np.ndarray], durations: list[np.ndarray], num_ranks: int, stages: int
 ) -> float:
-    """Makespan of 1F1B, times the number of stages. Microbatch k runs for ``durations[k]`` on the blocks of ranks that
-    begin at ``edges[k]``."""
+    """Return the makespan of 1F1B, times the number of stages.
+
+    Microbatch k takes ``durations[k]`` on the blocks of ranks that start at ``edges[k]``.
+    """
     count = len(edges)
 
     def run(k: int, ready: np.ndarray, share: float) -> np.ndarray:

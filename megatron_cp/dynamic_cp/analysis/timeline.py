@@ -1,7 +1,7 @@
-"""Draw steps as timelines: ranks down, time across, groups coloured by CP size, idle time grey.
+"""Draw steps as timelines: ranks by time, coloured by CP size.
 
-Each group's rectangle is solid for the bare work in it and pale for communication and fixed costs, so that both things
-that make static CP slow, waiting and communicating for short samples, can be seen.
+The solid part of a group is bare work, the pale part communication and fixed costs. So both costs of static CP, waiting
+and communication for short samples, are visible.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from megatron_cp.dynamic_cp.analysis.report import ScheduleReport, compared
 from megatron_cp.dynamic_cp.cost import CostModel
 
-# From one rank (yellow) by powers of two to 1024 (dark blue): steps that differ in lightness too.
+# From one rank (yellow) in powers of two to 1024 (dark blue); lightness differs too.
 _COLOURS, _LARGEST = "viridis_r", 1024
 _IDLE = "#f0f0f0"
 _TIME = "simulated seconds from the start of the optimizer step"
-_ROOM_FOR_LABEL = 0.2  # of the time axis; the label takes less
+_ROOM_FOR_LABEL = 0.2  # share of the time axis
 
 
 def _saving(report: ScheduleReport, reports: Sequence[ScheduleReport]) -> str:
-    """The label beside the bars of the last report, where they leave room for it."""
+    """Return the label beside the last report's bars, if there is room."""
     latest = max(each.seconds for each in reports)
     saved = latest - report.seconds
     return f"{saved:.2f} s less (simulated)" if report is reports[-1] and saved > _ROOM_FOR_LABEL * latest else ""
@@ -42,7 +42,7 @@ def _caption(report: ScheduleReport) -> str:
 def write_png(
     path: Path, reports: Sequence[ScheduleReport], lengths: np.ndarray, cost: CostModel, num_ranks: int
 ) -> None:
-    """Draw ``reports`` (static first, dynamic last) one above the other on one time axis."""
+    """Draw ``reports`` (static first, dynamic last) above each other on one time axis."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,9 @@
-"""The one place where a microbatch's context-parallel group is switched on and off.
+"""Switch of the active context-parallel group to a microbatch's.
 
-megatron-core's modules read their group from the process-group collection that all of them share: attention for its
-rotary positions, for instance. A packed microbatch brings a group of its own, and the modules must see that one while
-they work on this microbatch, and only then: not the next one's in a pipeline, and the right one again when the forward
-pass is recomputed much later during the backward pass. So each layer switches for itself, with the parameters that it
-is handed, and restores what was there also when it fails.
+megatron-core's modules read their group from a shared collection (attention for rotary positions, for instance). They
+must see a microbatch's group only while they work on this microbatch: not on the next one in a pipeline, and again in
+recomputation during the backward pass. So each layer switches the group by its arguments, and restores it afterwards,
+also after an error.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 @contextmanager
 def active_group(groups: ProcessGroupCollection, packed: PackedSeqParams | None, *routers: Any) -> Iterator[None]:
-    """Let ``groups.cp`` be the microbatch's group inside; nothing happens for a microbatch without one.
+    """Set ``groups.cp`` to the microbatch's group in the body, if it has one.
 
-    Where the microbatch has a group together with its tensor-parallel ranks, ``groups.tp_cp`` is that one inside.
-    ``routers`` keep groups of their own (``cp_group``, ``tp_cp_group``) and count nothing while they are ``idle``.
+    If the microbatch also has a group with its tensor-parallel ranks, ``groups.tp_cp`` is set too. ``routers`` have
+    their own attributes (``cp_group``, ``tp_cp_group``), and count nothing while ``idle``.
     """
     if packed is None or packed.cp_group is None:
         yield

@@ -1,4 +1,4 @@
-"""The process groups that schedules use: one for each legal block of a data-and-context-parallel domain."""
+"""Process groups of schedules, one a legal block of a domain."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_cp.parallel.process_groups import new_groups
 
 
 class DynamicGroups:
-    """Groups of this rank's domain, by the positions (not the global ranks) of their members in it.
+    """Groups of this rank's domain, by positions (not global ranks) of their members.
 
-    A domain is a ``dp_cp`` group of the layout: the ranks that hold the same part of the model. All domains run the
-    same schedules, so every rank of the world knows which groups a step needs and takes part in creating them, as
-    torch.distributed wants. Independent of how the other groups were made (MPU or decentralized).
+    A domain is a ``dp_cp`` group of the layout: the ranks with the same part of the model. All domains run the same
+    schedules, so every rank knows which groups a step needs and joins their creation, as torch.distributed requires.
+    Independent of how other groups were made (global state or decentralized).
 
     Args:
-        blocks: the blocks of positions that schedules may use, beside each rank alone.
-        at_start: create every group at once; otherwise each is created before the first step that uses it.
-        a2a_size: ranks of the all-to-all level of a block, where layers use the two-level transport.
-        with_tensor_parallel: also join each block with its tensor-parallel ranks (the router's losses want that).
-        known: groups that exist already; they are used, and not destroyed.
+        blocks: blocks of positions that schedules may use, beside single ranks.
+        at_start: create all groups at once; else each before the first step that uses it.
+        a2a_size: ranks of a block's all-to-all level, for the two-level transport.
+        with_tensor_parallel: also create each block's group with its tensor-parallel ranks, for router losses.
+        known: existing groups, which are used and not destroyed.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class DynamicGroups:
         self._domains = layout.groups("dp_cp")
         self._wide = with_tensor_parallel
         self._wide_domains = layout.groups("tp_dp_cp") if with_tensor_parallel and layout.tp > 1 else []
-        if known is not None:  # a run on this rank alone
+        if known is not None:  # a run on this rank only
             self._domains = [[rank]]
         self.domain = next(ranks for ranks in self._domains if rank in ranks)
         self.position = self.domain.index(rank)
         self._tp = layout.tp
-        # One rank alone is always a group: a rank that keeps step with a dummy microbatch needs nobody.
+        # A single rank is always a group, for dummy microbatches.
         alone = {(position,) for position in range(len(self.domain))}
         self.legal = alone.union(blocks)
         self._a2a_size = a2a_size
@@ -63,10 +63,9 @@ class DynamicGroups:
         self._create_missing(self.legal if at_start else alone)
 
     def prepare(self, blocks: Iterable[Positions]) -> list[Positions]:
-        """Create the groups of these blocks of positions that do not exist yet, and connect those that have not been
-        used; collective over the world.
+        """Create missing groups of these blocks, and connect unused ones.
 
-        Returns the blocks that are new. Raises ValueError for a block that is no legal group.
+        Collective over the world. Returns the new blocks. Raises ValueError for a block that is not legal.
         """
         wanted = set(blocks)
         new = self._create_missing(wanted)
@@ -79,7 +78,7 @@ class DynamicGroups:
         new = _in_order(set(blocks) - self._created)
         for block in new:
             if block not in self.legal:
-                raise ValueError(f"ranks {block} are no legal group of a domain of {len(self.domain)} ranks")
+                raise ValueError(f"ranks {block} are not a legal group of a domain of {len(self.domain)} ranks")
             for positions in self._parts(block):
                 if positions not in self._groups:
                     self._groups[positions] = self._create(self._domains, positions, 1)
@@ -89,16 +88,18 @@ class DynamicGroups:
         return new
 
     def _connect(self, block: Positions) -> None:
-        """Let the members of a block's groups meet. Only NCCL's have not: it sets a group up in its first collective,
-        which would otherwise be in the middle of a step, and in the times that calibration takes. (Single pairs of
-        ranks it connects still later, which takes much less.)"""
+        """Connect the groups of a block, so that no step includes it.
+
+        Only NCCL needs it: its first collective sets a group up, which would disturb calibration's times. It connects
+        single pairs of ranks later still, which takes much less.
+        """
         groups = [*(self._groups[positions] for positions in self._parts(block)), self._wide_groups.get(block)]
         for group in groups:
             if group is not None and group.size() > 1 and dist.get_backend(group) == "nccl":
                 sum_over_ranks(torch.zeros(1, device=torch.cuda.current_device()), group)
 
     def _parts(self, block: Positions) -> Iterator[Positions]:
-        """The block itself and the groups of its two levels, a rank's own left out."""
+        """Yield the block itself and the groups of its two levels, except single ranks."""
         yield block
         if self._a2a_size is not None:
             inner = self._a2a_size(block)
@@ -107,16 +108,19 @@ class DynamicGroups:
                 yield from (block[offset::inner] for offset in range(inner))
 
     def _create(self, domains: list[list[int]], positions: Positions, width: int) -> dist.ProcessGroup | None:
-        """The group of ``positions`` in every domain, ``width`` neighbouring ranks each; this rank's own, or None."""
+        """Create the group of ``positions`` in every domain; return this rank's, or None.
+
+        ``width``: neighbouring ranks a position.
+        """
         places = [position * width + i for position in positions for i in range(width)]
         rank_lists = [[domain[place] for place in places] for domain in domains]
         return new_groups(rank_lists, self._timeout, f"dynamic_cp_{len(positions)}")
 
     def get(self, positions: Positions) -> dist.ProcessGroup:
-        """The process group of these positions of the domain.
+        """Return the process group of these positions of the domain.
 
         Raises:
-            ValueError: the caller is not one of them, or :meth:`prepare` was not called for them.
+            ValueError: this rank is not a member, or :meth:`prepare` was not called for them.
         """
         group = self._groups.get(positions)
         if group is None:
@@ -126,7 +130,7 @@ class DynamicGroups:
         return group
 
     def of_block(self, block: Positions) -> BlockGroups:
-        """All groups that work on a microbatch of ``block``. Raises as :meth:`get`."""
+        """Return all groups of a microbatch of ``block``; raises as :meth:`get`."""
         levels = None
         if self._a2a_size is not None:
             inner = self._a2a_size(block)
@@ -137,7 +141,7 @@ class DynamicGroups:
         return BlockGroups(group, levels, self._wide_groups.get(block, group) if self._wide else None)
 
     def destroy(self) -> None:
-        """Destroy the groups that this rank is a member of."""
+        """Destroy this rank's groups."""
         if dist.is_initialized():
             for positions, group in [*self._groups.items(), *self._wide_groups.items()]:
                 if group is not None and positions not in self._known:
@@ -149,5 +153,5 @@ class DynamicGroups:
 
 
 def _in_order(blocks: Iterable[Positions]) -> list[Positions]:
-    """As all ranks create and connect them."""
+    """Sort blocks in the order in which all ranks create and connect them."""
     return sorted(blocks, key=lambda ranks: (-len(ranks), ranks))

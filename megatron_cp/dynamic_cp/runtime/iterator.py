@@ -1,8 +1,8 @@
-"""Global batches of samples made into this rank's packed microbatches, one step ahead.
+"""Packed microbatches of this rank from global batches, prefetched one step ahead.
 
-Lengths are known before the samples are read, so the next step is scheduled, read and laid out in the background while
-the current one runs, by every rank for itself: the scheduler is deterministic. Each rank reads just the samples that
-its own microbatches hold.
+Lengths are known before samples are read, so the next step is scheduled, read and packed in the background during the
+current one. Every rank does so itself, as the scheduler is deterministic. Each rank reads only the samples of its own
+microbatches.
 """
 
 from __future__ import annotations
@@ -40,37 +40,36 @@ Scheduler = Callable[[Sequence[int], CostModel], Schedule]
 class SampleSource(Protocol):
     """Variable-length samples whose lengths are known without reading them.
 
-    It has as many as are asked for: an epoch that begins again is the source's, which deals it in another order.
+    The source never ends: it starts further epochs itself, in another order.
     """
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples: int64 [n] of int64 [n]."""
+        """Return the tokens of samples: int64 [n] of int64 [n]."""
 
     def __getitem__(self, index: int) -> Sample:
-        """1-D ``tokens``, ``labels`` (int64) and ``loss_mask`` (float32) of that length."""
+        """Return 1-D ``tokens``, ``labels`` (int64) and ``loss_mask`` (float32)."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step of this rank.
+    """One optimizer step of this rank. Times in seconds.
 
-    ``groups`` has an entry a microbatch, ``None`` where this rank runs a dummy; ``packs`` are their contents.
-    ``checksums`` are those of the samples that were read, by sample id. Times in seconds.
-    What is told of every step takes long where batches are large: it is worked out with the plan, in the background.
+    ``groups`` has an entry a microbatch, ``None`` for a dummy; ``packs`` are their contents. ``checksums`` are those of
+    the samples read, by sample id. Figures for the log are computed with the plan, in the background.
     """
 
     samples: tuple[int, ...]  # indices into the source, by sample id of the schedule
     lengths: tuple[int, ...]
     schedule: Schedule
-    cost: CostModel  # what the schedule was made with
+    cost: CostModel  # used for the schedule
     groups: tuple[Group | None, ...]
     packs: tuple[HostPack, ...]
     checksums: Mapping[int, int]
     checksum: int  # of samples, lengths and schedule
-    imbalance: float  # seconds of the rank with most work by the cost model, over the mean of all ranks
-    padding_fraction: float  # padding tokens by real tokens, over the whole domain
-    cp_sizes: Mapping[int, int]  # how many groups of each size the whole domain runs
-    exposed_seconds: float = 0.0  # spent waiting for all this
+    imbalance: float  # work of the most loaded rank over the mean, by the cost model
+    padding_fraction: float  # padding tokens per real token, over the domain
+    cp_sizes: Mapping[int, int]  # number of groups of each size in the domain
+    exposed_seconds: float = 0.0  # time spent waiting for the plan
 
     @property
     def num_microbatches(self) -> int:
@@ -78,18 +77,20 @@ class StepPlan:
 
 
 class DynamicBatches:
-    """Steps of this rank, in order; ``next`` gives a plan, :meth:`microbatches` its microbatches.
+    """Steps of this rank, in order; an iterator over :class:`StepPlan`.
+
+    :meth:`microbatches` converts a plan to microbatches.
 
     Args:
         source: the samples; global batch i holds samples [i * size, (i + 1) * size).
         global_batch_size: samples of an optimizer step.
-        scheduler: lengths and cost model to a schedule over the domain's ranks; the same on every rank.
+        scheduler: function from lengths and cost model to a schedule of the domain; equal on every rank.
         groups: this rank's process groups.
-        keep_step: ranks must run equally many microbatches (pipeline stages): idle slots become dummies. Otherwise
-            a rank that has nothing to do in a microbatch leaves it out, though it runs at least one a step.
-        cost: the model to schedule with; see :meth:`use_cost`.
-        longest: most tokens of a sample.
-        num_steps: how many will be asked for, if that is known: the last of them starts no further one.
+        keep_step: ranks must run equally many microbatches (pipeline stages), with dummies in idle slots. Otherwise a
+            rank skips microbatches without work, but runs at least one a step.
+        cost: cost model of the schedules; see :meth:`use_cost`.
+        longest: largest number of tokens of a sample.
+        num_steps: number of steps, if known: no further step is prefetched.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DynamicBatches:
         self._device = device
         self._longest = longest
         self._consumed = consumed_samples
-        # The next step may be under way with an older cost model than the one in use now.
+        # The next step may already be planned with the previous cost model.
         self._cost_of_next = self._cost = cost
         self._ahead: Prefetch[StepPlan] = Prefetch(count=num_steps, name="cp-scheduler")
 
@@ -122,7 +123,7 @@ class DynamicBatches:
         return self
 
     def __next__(self) -> StepPlan:
-        """The next step. Raises what went wrong with it: ValueError, or what the source raises."""
+        """Return the next step; raises ValueError, or the source's errors."""
         begin = perf_counter()
         plan = self._ahead.take(self._plan, self._consumed, self._cost_of_next)
         exposed = perf_counter() - begin
@@ -163,10 +164,10 @@ class DynamicBatches:
         for place in np.flatnonzero((lengths < 1) | (lengths > longest))[:1]:
             index, length = samples[place], lengths[place]
             if length < 1:
-                raise ValueError(f"sample {index} of the data set is empty; leave empty documents out")
+                raise ValueError(f"sample {index} of the data set is empty. Fix: leave empty documents out")
             raise ValueError(
-                f"sample {index} of the data set has {length} tokens, more than {NAME.dataset.seq_length}={longest}; "
-                f"raise that, or have long documents cut ({NAME.dataset.too_long}=split)"
+                f"sample {index} of the data set has {length} tokens, more than {NAME.dataset.seq_length}={longest}. "
+                f"Fix: raise it, or split long documents with {NAME.dataset.too_long}=split"
             )
         return tuple(lengths.tolist())
 
@@ -191,7 +192,7 @@ class DynamicBatches:
         return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width)
 
     def microbatches(self, plan: StepPlan) -> list[PackedMicrobatch]:
-        """This rank's microbatches of a step, on its device. Collective: creates the groups that are missing."""
+        """Return a step's microbatches on the device. Collective: creates missing groups."""
         self._groups.prepare(group.ranks for row in plan.schedule.microbatches for group in row)
         ranks = [(self._groups.position,) if group is None else group.ranks for group in plan.groups]
         return [
@@ -199,19 +200,19 @@ class DynamicBatches:
         ]
 
     def use_cost(self, cost: CostModel) -> None:
-        """Schedule with ``cost`` from the first step on that is not under way yet; the same call on every rank."""
+        """Use ``cost`` from the first step not planned yet; collective."""
         self._cost = cost
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: valid between steps. A process that is forked to write it finds no thread at work."""
+        """Return the state between steps; no thread runs, so the process may fork."""
         self._ahead.settle()
         costs = {"cost_of_next": asdict(self._cost_of_next), "cost": asdict(self._cost)}
         return {"consumed_samples": self._consumed, **costs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the saved one stopped, also on another number of ranks.
+        """Continue where the saved run stopped, also on another number of ranks.
 
-        The cost models are taken over if they are given: with them the schedules are the same, too.
+        With the cost models, if they are in ``state``, schedules are the same too.
         """
         self._consumed = int(state["consumed_samples"])
         if "cost" in state:
@@ -223,19 +224,19 @@ class DynamicBatches:
 
 
 def _check(index: int, sample: Sample, length: int) -> None:
-    """Raise ValueError for a sample that is not what its length says, or that is not trained as its mask says."""
+    """Raise ValueError for a sample with another length, or with an invalid mask."""
     for key in TRAINED:
         if len(sample[key]) != length:
             raise ValueError(
-                f"sample {index} of the data set should have {length} {key}, but has {len(sample[key])}: each token "
-                "needs one label and one place in the loss mask"
+                f"sample {index} of the data set has {len(sample[key])} {key}, but {length} are required: one label "
+                "and one loss mask entry a token"
             )
     for problem in mask_problems(sample["loss_mask"]):
         raise ValueError(f"sample {index} of the data set: {problem}")
 
 
 def _checksum_of_plan(samples: Sequence[int], lengths: Sequence[int], schedule: Schedule) -> int:
-    crc = schedule.num_microbatches  # the last ones may be empty
+    crc = schedule.num_microbatches  # the last microbatches may be empty
     for numbers in (np.array([samples, lengths], dtype=np.int64), *as_arrays(schedule)):
         crc = zlib.crc32(numbers, crc)
     return crc

@@ -1,8 +1,7 @@
-"""Samples of one group made into this rank's part of a packed microbatch.
+"""Pack a group's samples into this rank's shard of a microbatch.
 
-A microbatch is packed as ``thd``: its samples one after the other, each padded to what its group's size asks for and
-cut in zigzag order over the group. Labels and loss masks are the samples' own, so they never cross from one document
-into the next.
+The format is ``thd``: samples follow each other, each padded for the group's size and split in zigzag order over the
+group. Labels and loss masks are the samples' own, so they never cross documents.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from megatron_cp.dynamic_cp.types import padded_length
 from megatron_cp.parallel.transfer import pinned
 
 Sample = dict[str, torch.Tensor]
-TRAINED = ("tokens", "labels", "loss_mask")  # what a sample holds: one for each token
+TRAINED = ("tokens", "labels", "loss_mask")  # tensors of a sample, one entry a token
 
 
 @dataclass
 class MicrobatchParams(PackedSeqParams):
-    """megatron-core's parameters of a pack, and the further groups that work on it.
+    """megatron-core's parameters of a pack, with further groups.
 
-    cp_levels: (a2a, p2p) groups of the two-level transport; None where no layer uses it.
-    tp_cp_group: tensor-parallel ranks of all of ``cp_group``'s members; None where that is ``cp_group`` itself.
-    idle: a dummy that only keeps step with other ranks: nothing in it may count.
+    cp_levels: (a2a, p2p) groups of the two-level transport; None if no layer uses it.
+    tp_cp_group: tensor-parallel ranks of all members of ``cp_group``; None if that is ``cp_group`` itself.
+    idle: dummy microbatch for lockstep; counts nothing.
     """
 
     cp_levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -41,7 +40,7 @@ class MicrobatchParams(PackedSeqParams):
 
 
 class BlockGroups(NamedTuple):
-    """The process groups of a block of ranks, as in :class:`MicrobatchParams`."""
+    """Process groups of a block of ranks, as in :class:`MicrobatchParams`."""
 
     cp: dist.ProcessGroup
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -50,10 +49,9 @@ class BlockGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """One rank's part of a packed microbatch: ``[1, t_local]`` tensors and what attention needs to know.
+    """One rank's shard of a packed microbatch, in ``[1, t_local]`` tensors.
 
-    ``padding_mask`` is True where there is padding. ``lengths`` are the samples' own (unpadded) lengths, of the whole
-    group.
+    ``padding_mask`` is True for padding. ``lengths``: unpadded lengths of the whole group's samples.
     """
 
     tokens: torch.Tensor
@@ -67,10 +65,10 @@ class PackedMicrobatch:
 
 @dataclass(frozen=True)
 class HostPack:
-    """The same on the host, before any process group is needed: what a background thread can prepare.
+    """Packed microbatch on the host, without process groups.
 
-    ``tensors`` are those of :class:`PackedMicrobatch`; ``starts`` and ``padded_starts`` the real and the padded
-    cumulative lengths, ``[samples + 1]``, over all ranks of the group.
+    ``tensors`` are those of :class:`PackedMicrobatch`; ``starts`` and ``padded_starts`` are the real and padded
+    cumulative lengths, ``[samples + 1]``, of the whole group.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -84,11 +82,11 @@ class HostPack:
         return tuple(stop - start for start, stop in pairwise(self.starts))
 
     def pinned(self, device: torch.device | str) -> HostPack:
-        """The same, for :meth:`on` to send without waiting: made where nobody waits for it."""
+        """Return a copy in pinned memory, which :meth:`on` sends without waiting."""
         return replace(self, tensors={key: pinned(value, device) for key, value in self.tensors.items()})
 
     def on(self, device: torch.device | str, groups: BlockGroups) -> PackedMicrobatch:
-        """The microbatch on its device, to be worked on by these groups."""
+        """Return the microbatch on its device, with its groups."""
         cu_seqlens, cu_seqlens_padded = send_offsets(self.starts, device), send_offsets(self.padded_starts, device)
         longest = max(stop - start for start, stop in pairwise(self.padded_starts))
         parameters = MicrobatchParams(
@@ -99,9 +97,9 @@ class HostPack:
             cu_seqlens_kv_padded=cu_seqlens_padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            # local_cp_size stays None: the group says it, and megatron-core's latent attention refuses the number.
+            # local_cp_size stays None: the group has the size, and megatron-core's latent attention refuses both.
             cp_group=groups.cp,
-            # Until 2.17 Transformer Engine by itself overlooks padding behind the last sample: wrong with p2p.
+            # Transformer Engine before 2.17 does not detect padding after the last sample: wrong with p2p.
             pad_between_seqs=self.starts != self.padded_starts,
             cp_levels=groups.levels,
             tp_cp_group=groups.tp_cp,
@@ -114,10 +112,10 @@ class HostPack:
 def lay_out(
     samples: Sequence[Sample], cp_rank: int, cp_size: int, *, sequence_parallel_size: int = 1, idle: bool = False
 ) -> HostPack:
-    """Pack ``samples`` (1-D ``tokens``, ``labels`` and ``loss_mask`` of one length each) for one rank of a group.
+    """Pack ``samples`` for one rank of a group.
 
-    Every rank of the group packs the same samples in the same order. Padding has token, label, position and loss mask
-    0. ``idle`` marks a dummy.
+    Each sample has 1-D ``tokens``, ``labels`` and ``loss_mask`` of one length. Every rank of the group packs the same
+    samples in the same order. Padding has token, label, position and loss mask 0. ``idle`` marks a dummy.
     """
     lengths = [len(sample["tokens"]) for sample in samples]
     padded = [padded_length(length, cp_size, sequence_parallel_size) for length in lengths]
@@ -139,7 +137,7 @@ def lay_out(
 
 
 def dummy_sample(sequence_parallel_size: int = 1) -> Sample:
-    """A sample without any loss, for a rank that must keep step with others but has nothing to compute."""
+    """Return a sample without loss, for a rank in lockstep that has no work."""
     return _zeros(padded_length(1, 1, sequence_parallel_size))
 
 
@@ -149,14 +147,14 @@ def _zeros(length: int) -> Sample:
 
 
 def mask_problems(loss_mask: torch.Tensor) -> list[str]:
-    """What is wrong with the values of a loss mask: the loss is divided by a whole number of tokens."""
+    """Describe invalid values of a loss mask."""
     if bool(((loss_mask == 0) | (loss_mask == 1)).all()):
         return []
-    return ["the loss mask has values other than 0 and 1, but a token counts for the loss or does not"]
+    return ["the loss mask has values other than 0 and 1; each token counts for the loss, or does not"]
 
 
 def checksum_of(batch: Mapping[str, torch.Tensor], start: int = 0) -> int:
-    """A checksum of every tensor of a batch on the host, going on from ``start``."""
+    """Return a checksum of a host batch's tensors, continued from ``start``."""
     for key in sorted(batch):
         start = zlib.crc32(batch[key].contiguous().numpy().tobytes(), start)
     return start

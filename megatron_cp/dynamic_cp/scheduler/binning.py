@@ -1,4 +1,4 @@
-"""Three classical ways to spread weights over bins, each O(n log n)."""
+"""Three classical algorithms that distribute weights over bins, each O(n log n)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def best_fit(items: Sequence[int], sizes: Sequence[float], capacity: float) -> list[list[int]]:
-    """Pack ``items``, largest first, each into the fullest bin that still takes its size, or else into a new one."""
+    """Pack ``items`` in order, each into the fullest bin with room."""
     bins: list[list[int]] = []
     rooms: list[tuple[float, int]] = []
     for item, size in zip(items, sizes, strict=True):
@@ -27,10 +27,10 @@ def best_fit(items: Sequence[int], sizes: Sequence[float], capacity: float) -> l
 
 
 def least_loaded(weights: Sequence[float], loads: Sequence[float], on_last: Sequence[float] | None = None) -> list[int]:
-    """The bin of each weight: in the given order, each goes where the load would be least (ties: the first bin).
+    """Assign each weight, in order, to the bin whose load becomes least.
 
-    With weights in decreasing order this is Graham's longest-processing-time-first rule (1969). on_last: the weights
-    that count on the last bin, if that one is different.
+    Ties go to the first bin. With decreasing weights this is Graham's longest-processing-time-first rule (1969).
+    on_last: weights on the last bin, if they differ there.
     """
     last = len(loads) - 1
     regular, load_of_last = (loads, math.inf) if on_last is None else (loads[:last], loads[last])
@@ -49,9 +49,9 @@ def least_loaded(weights: Sequence[float], loads: Sequence[float], on_last: Sequ
 
 
 def most_room(weights: Sequence[float], tokens: Sequence[int], rooms: Sequence[float], capacity: int) -> list[int]:
-    """The bin of each weight: where most room is left among the bins whose token capacity still takes it, or -1.
+    """Assign each weight to the bin with most room and enough capacity, or -1.
 
-    rooms: seconds wanted of each bin, which may be exceeded. ``tokens`` must not increase.
+    rooms: target seconds of each bin, which may be exceeded. ``tokens`` must not increase.
     """
     heap = [(-room, k) for k, room in enumerate(rooms)]
     heapq.heapify(heap)
@@ -59,7 +59,7 @@ def most_room(weights: Sequence[float], tokens: Sequence[int], rooms: Sequence[f
     full: list[tuple[int, float, int]] = []
     chosen = []
     for weight, need in zip(weights, tokens, strict=True):
-        # A bin that had no room for a longer sample may have it for this one.
+        # A bin without room for a longer sample may have room for this one.
         while full and -full[0][0] >= need:
             _, room, k = heapq.heappop(full)
             heapq.heappush(heap, (room, k))
@@ -77,7 +77,7 @@ def most_room(weights: Sequence[float], tokens: Sequence[int], rooms: Sequence[f
 
 
 def water_level(loads: Sequence[float], volume: float) -> float:
-    """The level to which ``volume`` fills columns that already stand ``loads`` high."""
+    """Return the level to which ``volume`` fills columns of heights ``loads``."""
     heights = np.sort(np.asarray(loads, dtype=np.float64))
     filled = heights * np.arange(1, len(heights) + 1) - np.cumsum(heights)
     columns = int(np.searchsorted(filled, volume, side="right"))

@@ -1,4 +1,4 @@
-"""Packing with one CP size for all samples: what training does without dynamic CP, and the baseline to compare with."""
+"""Packing with one CP size for all samples (static CP)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
 
 
 def smallest_cp_size(longest: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int = 1) -> int:
-    """The smallest divisor of ``num_ranks`` whose ranks hold a sample of ``longest`` tokens in one microbatch."""
+    """Return the smallest divisor of ``num_ranks`` that holds ``longest`` tokens."""
     for size in range(1, num_ranks + 1):
         if num_ranks % size == 0 and padded_length(longest, size, sequence_parallel_size) <= size * max_seqlen_per_rank:
             return size
@@ -33,10 +33,11 @@ def schedule_fixed_cp(
 ) -> Schedule:
     """Pack all samples into microbatches of one CP size.
 
-    cp_size: must divide ``num_ranks``; the smallest that holds the longest sample if None.
-    balanced: True levels the seconds of all microbatches ("dp_balanced") and puts like beside like; False packs
-        samples in the given order until a microbatch is full, as a plain packed data set does.
-    The other arguments and the errors are those of :func:`megatron_cp.dynamic_cp.schedule`.
+    cp_size: must divide ``num_ranks``; None: the smallest that holds the longest sample.
+    balanced: True equalizes the seconds of all microbatches ("dp_balanced") and places similar ones side by side; False
+        packs samples in the given order until a microbatch is full, as plain packed data sets do.
+
+    Other arguments and errors are those of :func:`megatron_cp.dynamic_cp.schedule`.
     """
     cost = cost or DEFAULT_COST
     ids = check_lengths(lengths)
@@ -68,7 +69,7 @@ def schedule_fixed_cp(
 
 
 def _in_order(tokens: list[int], capacity: int) -> list[list[int]]:
-    """Next fit: close a bin when the next sample does not fit."""
+    """Pack by next fit: close a bin when the next sample does not fit."""
     bins: list[list[int]] = []
     used = capacity
     for x, need in enumerate(tokens):
@@ -83,7 +84,7 @@ def _in_order(tokens: list[int], capacity: int) -> list[list[int]]:
 def _level(
     ids: np.ndarray, tokens: np.ndarray, cost: CostModel, cp_size: int, capacity: int, step: int
 ) -> list[list[int]]:
-    """As few bins as will do, a multiple of ``step``, with like seconds, the dearest first."""
+    """Pack into few bins of similar seconds, a multiple of ``step``."""
     order = np.argsort(-ids, kind="stable")
     work = (cost.sample_seconds(ids, cp_size) - cost.for_size(cp_size).fixed)[order].tolist()
     sizes = tokens[order].tolist()
@@ -113,6 +114,6 @@ def _level(
 
 
 def _fewest_bins(tokens: np.ndarray, capacity: int) -> int:
-    """No packing has fewer: of samples over half a bin each needs its own, of those over a third two share one ..."""
+    """Return a lower bound of bins: k - 1 samples over 1/k of a bin share one at most."""
     by_size = [-(-int((k * tokens > capacity).sum()) // (k - 1)) for k in range(2, 9)]
     return max(1, -(-int(tokens.sum()) // capacity), *by_size)

@@ -1,16 +1,16 @@
-"""Which narrowest blocks of a row are free: a buddy allocator."""
+"""Free narrowest blocks of a row: a buddy allocator."""
 
 from __future__ import annotations
 
 
 class Gaps:
-    """Free, aligned, power-of-two stretches of a row of ``leaves`` narrowest blocks. ``free``: how many blocks."""
+    """Free aligned power-of-two stretches of a row; ``free`` counts blocks."""
 
     __slots__ = ("free", "leaves", "starts")
 
     def __init__(self, leaves: int) -> None:
         self.leaves = self.free = leaves
-        # starts[i]: where the free stretches of 2^i blocks begin. A row that is no power of two ends with its smallest.
+        # starts[i]: starts of free stretches of 2^i blocks. A row that is not a power of two ends with its smallest.
         self.starts: list[list[int]] = [
             [leaves >> (i + 1) << (i + 1)] if leaves >> i & 1 else [] for i in range(leaves.bit_length())
         ]

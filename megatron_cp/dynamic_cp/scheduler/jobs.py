@@ -1,4 +1,4 @@
-"""Jobs: packed microbatches in the making, before they have ranks."""
+"""Jobs: packed microbatches without ranks yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JOBS_TO_FILL = 8
 
 
 class Job:
-    """Samples that run together on a group of one level's size: their positions, their sums, and the seconds."""
+    """Samples that run together at one level: positions, sums and seconds."""
 
     __slots__ = ("items", "length", "level", "seconds", "squares", "start", "tokens")
 
@@ -25,11 +25,11 @@ class Job:
         self.length = length
         self.squares = squares
         self.tokens = tokens  # padded, per rank
-        self.start = -1  # first narrowest block within the shelf, where that is settled
+        self.start = -1  # first narrowest block within the shelf, once known
         self.seconds = problem.costs[level].seconds(squares, length)
 
     def add(self, problem: Problem, item: int, seconds: float) -> None:
-        """Take one more sample, with which the job takes ``seconds``."""
+        """Add a sample, with which the job takes ``seconds``."""
         length = problem.length_list[item]
         self.items.append(item)
         self.length += length
@@ -42,7 +42,7 @@ Shelf = list[Job]
 
 
 def jobs_of(problem: Problem, level: int, contents: list[list[int]]) -> list[Job]:
-    """A job of ``level`` for each of ``contents``, the positions of its samples; none may be empty."""
+    """Build a job of ``level`` from each list of sample positions; none may be empty."""
     items = list(chain.from_iterable(contents))
     ends = np.cumsum([0, *map(len, contents)])
     s = problem.lengths[items]
@@ -53,10 +53,10 @@ def jobs_of(problem: Problem, level: int, contents: list[list[int]]) -> list[Job
 
 
 def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> list[Job]:
-    """Pack the samples above level 0, each at its level, into jobs of at most ``limit`` seconds where possible.
+    """Pack samples above level 0 into jobs of at most ``limit`` seconds.
 
-    fill: samples, of level 0 too, may first take the tokens that wider jobs have free (:func:`fill_up`).
-    Returns the jobs, longest first.
+    fill: samples, also of level 0, may first use the free tokens of wider jobs (:func:`fill_up`). Returns the jobs,
+    longest first.
     """
     jobs: list[Job] = []
     for i in np.unique(level if fill else level[level > 0])[::-1].tolist():
@@ -75,10 +75,10 @@ def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> 
 
 
 def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) -> np.ndarray:
-    """Let wider jobs with free tokens take samples, longest first, where that costs fewer rank-seconds than a job of
-    the sample's own level. Pays where a microbatch's fixed costs or its exposed communication are high.
+    """Add samples to wider jobs with free tokens where that costs fewer rank-seconds.
 
-    Returns the samples that are left. Looks at no more than a few jobs at a time.
+    Longest samples first, compared with a job of the sample's own level. Helps if a microbatch's fixed costs or exposed
+    communication are high. Considers a few jobs at a time. Returns the remaining samples.
     """
     waiting = sorted(jobs, key=lambda job: (job.tokens - problem.max_tokens) * problem.sizes[job.level], reverse=True)
     open_jobs = [waiting.pop() for _ in range(min(_JOBS_TO_FILL, len(waiting)))]
@@ -106,11 +106,11 @@ def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) 
 
 
 def stack(problem: Problem, jobs: list[Job], leaves: int) -> tuple[list[Shelf], list[int]]:
-    """Put jobs, longest first, side by side on shelves of ``leaves`` narrowest blocks: first fit.
+    """Place jobs on shelves of ``leaves`` narrowest blocks by first fit.
 
-    Returns the shelves, tallest first, and how many narrowest blocks each has free. Each shelf's first job is its
-    longest; each job's ``start`` is set. (The first-fit-decreasing-height rule of strip packing: Coffman, Garey,
-    Johnson and Tarjan 1980.)
+    Returns the shelves, tallest first, and the free narrowest blocks of each. Each shelf's first job is the longest;
+    each job's ``start`` is set. This is the first-fit-decreasing-height rule of strip packing (Coffman, Garey, Johnson
+    and Tarjan 1980).
     """
     shelves: list[Shelf] = []
     gaps: list[Gaps] = []
@@ -133,13 +133,13 @@ def stack(problem: Problem, jobs: list[Job], leaves: int) -> tuple[list[Shelf], 
 
 
 def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndarray:
-    """Fill jobs up to the height of their shelf, each time with the longest short sample that still fits.
+    """Fill jobs up to their shelf's height with the longest short samples that fit.
 
-    short: positions of level-0 samples, longest first. Returns those that are left. A sample of less than eight padding
-    units of a job is not worth its padding there.
+    short: positions of level-0 samples, longest first. Returns the remaining ones. A sample shorter than eight padding
+    units of a job is not added there, because of its padding.
     """
     count = len(short)
-    following = list(range(count + 1))  # union-find: the next one that is still there
+    following = list(range(count + 1))  # union-find: next remaining sample
 
     def available(k: int) -> int:
         while following[k] != k:
@@ -169,7 +169,7 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
                     break
                 s = lengths[k]
                 seconds = cost.seconds(job.squares + s * s, job.length + s)
-                if seconds > height:  # communication that the job no longer hides: try a shorter one
+                if seconds > height:  # communication is exposed with this sample: try a shorter one
                     slack *= 0.7
                     k += 1
                     continue
@@ -181,15 +181,15 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
 
 
 def spread_out(problem: Problem, left: list[int], leaves: int) -> list[list[list[int]]]:
-    """Put level-0 samples, longest first, into as few microbatches as hold them, evenly over ``leaves`` ranks each.
+    """Distribute level-0 samples over few microbatches of ``leaves`` ranks.
 
-    Returns the microbatches' jobs, as the samples in them.
+    Returns the microbatches' jobs, as lists of samples.
     """
     tokens = problem.tokens[0, left].tolist()
     bins = best_fit(left, tokens, problem.max_tokens)
     count = min(-(-len(bins) // leaves) * leaves, len(left))
     chosen = most_room(problem.seconds[0, left].tolist(), tokens, [0.0] * count, problem.max_tokens)
-    if -1 not in chosen:  # nearly always: there are at least as many bins as will do
+    if -1 not in chosen:  # nearly always: there are at least as many bins as needed
         bins = [[] for _ in range(count)]
         for x, k in zip(left, chosen, strict=True):
             bins[k].append(x)

@@ -1,14 +1,14 @@
-"""Place jobs on the buddy tree so that every rank is busy for the same time.
+"""Place jobs on the buddy tree so that all ranks are busy for the same time.
 
-Ranks that meet in every microbatch (expert parallelism, a pipeline, a barrier) form a block, and a microbatch of a
-block lasts as long as its dearest group: groups of like duration share a shelf. Blocks meet only at the end of the
-step, so each block's sum counts. A dense model's block is one narrowest group; a barrier's block is all ranks.
+Ranks that synchronize in every microbatch (expert parallelism, pipeline, barrier) form a block. A microbatch of a block
+takes as long as its slowest group, so groups of similar duration share a shelf. Blocks synchronize only at the end of
+the step, so the sum of each block counts. A dense model's block is one narrowest group; a barrier's is all ranks.
 
-1. Samples that want several ranks are packed into jobs. Those no wider than a block are put on shelves, and topped up
+1. Samples that need several ranks are packed into jobs. Jobs no wider than a block are placed on shelves, and filled up
    with short samples to the shelf's height.
-2. Wider jobs and shelves go down the tree, widest first, each to the least loaded block of its level. All ranks of a
-   group then have the same history, so nobody waits before the end.
-3. Short samples fill what is left like water, each going where most time is missing.
+2. Wider jobs and shelves are placed down the tree, widest first, each on the least loaded block of its level. All ranks
+   of a group then have the same load before it, so none waits.
+3. Short samples fill the rest, each where most time is left.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from megatron_cp.dynamic_cp.scheduler.problem import Problem
 
 @dataclass
 class GroupPlan:
-    """``wide[i, j]``: the jobs of block j of level i, wider than the blocks that keep step. ``shelves[j]``: of such a
-    block. ``seconds``: the slowest block's total, the pipeline's bubble included."""
+    """Jobs by block.
+
+    ``wide[i, j]``: jobs of block j of level i, wider than lockstep blocks. ``shelves[j]``: shelves of lockstep block j.
+    ``seconds``: total of the slowest block, with the pipeline's bubble.
+    """
 
     block_level: int
     shelves: list[list[Shelf]] = field(default_factory=list)
@@ -37,9 +40,9 @@ class GroupPlan:
 def build(
     problem: Problem, level: np.ndarray, block_level: int, limit: float, pipeline_size: int, fill: bool = False
 ) -> GroupPlan:
-    """A plan with every sample at its ``level`` or, where it fills a gap, on a wider group.
+    """Build a plan with every sample at its ``level``, or wider in a gap.
 
-    limit: seconds that a job should not exceed. fill: let wide jobs take what fits their free tokens first.
+    limit: seconds that a job should not exceed. fill: let wide jobs use their free tokens first.
     """
     tallest = 1.02
     while True:
@@ -49,13 +52,13 @@ def build(
             return plan
         level = level.copy()
         level[stuck] = 1
-        tallest = max(0.5, tallest - 0.06)  # more at a time, so that few attempts do
+        tallest = max(0.5, tallest - 0.06)  # moves more samples at a time, for few attempts
 
 
 def _build(
     problem: Problem, level: np.ndarray, plan: GroupPlan, limit: float, pipeline_size: int, tallest: float, fill: bool
 ) -> np.ndarray:
-    """Fill in ``plan``. Returns the short samples longer than ``tallest`` shelves: they want more ranks."""
+    """Fill ``plan``; return short samples that need more ranks."""
     tree = problem.tree
     leaves = min(1 << plan.block_level, len(tree.levels[0]))
     jobs = wide_jobs(problem, level, limit, fill)
@@ -91,7 +94,7 @@ def _build(
 
 
 def _place_wide(problem: Problem, plan: GroupPlan, jobs: list[Job]) -> tuple[list[float], list[float]]:
-    """Step 2 for jobs wider than a block. Returns each block's load and its longest job, in seconds."""
+    """Place jobs wider than a block; return each block's load and longest job."""
     tree = problem.tree
     loads, highest = [0.0], [0.0]
     for i in range(len(tree.levels) - 1, plan.block_level - 1, -1):
@@ -115,7 +118,7 @@ def _place_wide(problem: Problem, plan: GroupPlan, jobs: list[Job]) -> tuple[lis
 
 
 def _fill_ranks(problem: Problem, plan: GroupPlan, short: np.ndarray, loads: list[float]) -> None:
-    """Step 3 where nobody keeps step: level the sums, then pack each rank's samples into as few jobs as they need."""
+    """Fill ranks without lockstep (step 3): equal sums, then few jobs on each rank."""
     capacity, tokens = problem.max_tokens, problem.tokens[0].tolist()
     weights = problem.shared_seconds(0, short)
     contents: list[list[int]] = [[] for _ in loads]
@@ -141,17 +144,17 @@ def _fill_shelves(
     pipeline_size: int,
     tallest: float,
 ) -> np.ndarray:
-    """Step 3 on shelves: level the blocks with new shelves, then give each sample to the job that lacks most.
+    """Fill shelves (step 3) with new shelves and short samples.
 
-    rooms: shelves with free narrowest blocks, and how many. Returns the samples that take longer than ``tallest`` times
-    the highest shelf, if there are any that stick out.
+    rooms: shelves with free narrowest blocks, and their number. Returns the samples that take longer than ``tallest``
+    times the highest shelf, if any exceed it.
     """
     leaves = min(1 << plan.block_level, len(problem.tree.levels[0]))
     fixed, capacity = problem.costs[0].fixed, problem.max_tokens
     work, tokens = problem.seconds[0, short] - fixed, problem.tokens[0, short]
     owners = [shelf for shelf, number in rooms for _ in range(number)]
     free = [shelf[0].seconds - fixed for shelf in owners]
-    full = float(work.sum()) / float(tokens.sum()) * capacity  # seconds of work that an average full job holds
+    full = float(work.sum()) / float(tokens.sum()) * capacity  # seconds of work in an average full job
     for again in (False, True):
         volume = float(work.sum()) - sum([min(seconds, full) for seconds in free])
         height = max(min(limit - fixed, 0.995 * full), 0.02 * full)
@@ -173,11 +176,11 @@ def _fill_shelves(
         extra = spread_out(problem, left, leaves) if left else []
         if len(extra) <= len(loads):
             break
-        # Jobs are full before their tokens are used up (by samples of over half of them, say): count the jobs.
+        # Jobs are full before their tokens are used up (by samples above half of them, say): count the jobs.
         full = min(full, float(work.sum()) / len(best_fit(short.tolist(), tokens.tolist(), capacity)))
 
     blocks = [j for j, _ in new for _ in range(leaves)]
-    if left:  # the jobs' tokens did not suffice: more microbatches for the least loaded blocks
+    if left:  # tokens of the jobs do not suffice: more microbatches for the least loaded blocks
         alone = [max([job.seconds for job in jobs_of(problem, 0, bins)]) for bins in extra]
         totals = list(loads)
         for j, seconds in new:
@@ -190,15 +193,15 @@ def _fill_shelves(
     for k, job in zip(busy, jobs_of(problem, 0, [contents[k] for k in busy]), strict=True):
         (owners[k] if k < len(owners) else plain[blocks[k - len(owners)]]).append(job)
     for stacked, jobs in zip(plan.shelves, plain, strict=True):
-        alike = sorted(jobs, key=lambda job: -job.seconds)  # each shelf holds jobs of the most similar durations
+        alike = sorted(jobs, key=lambda job: -job.seconds)  # shelves of similar durations
         stacked += [alike[k : k + leaves] for k in range(0, len(alike), leaves)]
     return short[:0]
 
 
 def _new_shelves(loads: list[float], volume: float, height: float, fixed: float) -> list[tuple[int, float]]:
-    """Level the blocks with ``volume`` seconds in new shelves of at most ``height``, and what is fixed, in seconds.
+    """Distribute ``volume`` seconds over blocks in shelves up to ``height``.
 
-    Returns (block, seconds of work that each of its jobs should have), one a shelf.
+    Returns (block, target seconds of work of each job), one a shelf.
     """
     level = water_level(loads, volume)
     found = []

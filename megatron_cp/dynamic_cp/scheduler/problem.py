@@ -1,4 +1,4 @@
-"""The scheduling problem in the form that the algorithms share: what each sample costs and takes at each level."""
+"""Input of the scheduling algorithms, tabulated by sample and level."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_cp.dynamic_cp.types import padded_length
 
 @dataclass(frozen=True)
 class Problem:
-    """Samples, ranks and costs. A group of level i has ``sizes[i]`` ranks, in ``leaves[i]`` narrowest blocks.
+    """Samples, ranks and costs. A group of level i has ``sizes[i]`` ranks.
 
-    order: sample ids, longest first (ties by id). Arrays indexed by position in that order:
-    lengths [n]; seconds [levels, n], a sample alone in a microbatch, inf where it does not fit;
-    tokens [levels, n], padded tokens a rank holds.
+    leaves: narrowest blocks of such a group. order: sample ids, longest first (ties by id). Arrays by position in that
+    order: lengths [n]; seconds [levels, n] of a sample alone in a microbatch, inf if it does not fit; tokens
+    [levels, n], padded tokens a rank.
     """
 
     tree: BuddyTree
@@ -36,18 +36,18 @@ class Problem:
     length_list: list[int]
 
     def shared_seconds(self, level: int, which: np.ndarray | slice) -> np.ndarray:
-        """Seconds of samples at ``level`` if they and others filled the microbatch: its fixed seconds go by tokens."""
+        """Return seconds of samples in full microbatches, sharing fixed seconds."""
         empty = 1.0 - np.minimum(1.0, self.tokens[level, which] / self.max_tokens)
         return self.seconds[level, which] - self.costs[level].fixed * empty
 
     def over(self, limits: ArrayLike) -> np.ndarray:
-        """How many samples take more than each of ``limits`` seconds: the longest ones. [levels, limits]"""
+        """Count the samples above each of ``limits`` seconds, by level: [levels, limits]."""
         return np.stack([np.searchsorted(-row, -np.asarray(limits)) for row in self.seconds])
 
     def levels_under(self, limit: float) -> np.ndarray:
-        """For each sample the narrowest level that takes at most ``limit`` seconds, or else the fastest one. [n]"""
+        """Return each sample's narrowest level within ``limit``, else the fastest."""
         level = np.empty(len(self.lengths), dtype=np.int64)
-        left = len(level)  # the samples that no narrower level takes
+        left = len(level)  # samples above the limit at all narrower levels
         for i, over in enumerate(self.over([limit])[:, 0].tolist()):
             level[over:left] = i
             left = min(left, over)
@@ -55,7 +55,7 @@ class Problem:
         return level
 
     def seconds_on(self, num_ranks: int, items: list[int]) -> float:
-        """Seconds of the samples at positions ``items`` in one microbatch on ``num_ranks``; inf if they do not fit."""
+        """Return seconds of ``items`` in one microbatch; inf if they do not fit."""
         s = self.lengths[items]
         per_rank = 2 * self.sequence_parallel_size
         if int((-(-s // (num_ranks * per_rank))).sum()) * per_rank > self.max_tokens:
@@ -64,12 +64,12 @@ class Problem:
 
     @property
     def mean_load(self) -> float:
-        """Seconds a rank would work if the bare work were spread evenly."""
+        """Seconds of a rank if bare work is spread evenly."""
         return self.cost.ideal_seconds(self.lengths) / self.tree.num_ranks
 
 
 def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The lengths as int64 [n]. Raises ValueError for anything but positive whole numbers."""
+    """Return the lengths as int64 [n]; raise ValueError for other values."""
     ids = np.asarray(lengths)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"lengths: must be one list of whole numbers, got shape {ids.shape} of {ids.dtype}")
@@ -80,18 +80,18 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class TooLongError(ValueError):
-    """A sample that the ranks cannot hold."""
+    """Sample too long for the ranks."""
 
 
 def does_not_fit(
     what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int
 ) -> TooLongError:
-    """The error for a sample that ``num_ranks`` ranks cannot hold in one microbatch."""
+    """Build the error for a sample that ``num_ranks`` ranks cannot hold."""
     padded = padded_length(length, num_ranks, sequence_parallel_size)
     return TooLongError(
         f"{what} of {length} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank={max_seqlen_per_rank} hold "
-        f"{num_ranks * max_seqlen_per_rank} tokens and it takes {padded} with padding. Set max_seqlen_per_rank to at "
-        f"least {padded // num_ranks}, use more ranks, or cut the sample"
+        f"{num_ranks * max_seqlen_per_rank} tokens, and the sample has {padded} with padding. Fix: max_seqlen_per_rank "
+        f"of at least {padded // num_ranks}, more ranks, or a shorter sample"
     )
 
 
@@ -103,7 +103,7 @@ def make_problem(
     cost: CostModel,
     sequence_parallel_size: int,
 ) -> Problem:
-    """Check the lengths and tabulate the input. Raises ValueError naming the sample or the setting at fault."""
+    """Check the input and compute tables; raises ValueError."""
     tree = buddy_tree(num_ranks, min_cp_size)
     ids = check_lengths(lengths)
     order = np.argsort(-ids, kind="stable")

@@ -1,4 +1,4 @@
-"""Lengths in, schedule out: the entry of dynamic context parallelism. Pure and deterministic."""
+"""Schedule dynamic context parallelism. Pure, deterministic."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_cp.dynamic_cp.scheduler.placement import GroupPlan, build
 from megatron_cp.dynamic_cp.scheduler.problem import Problem, make_problem
 from megatron_cp.dynamic_cp.types import Group, Schedule
 
-# How many plans to try for a batch: about this many samples and ranks in all, so that time stays n log n.
+# Number of plans tried for a batch: about this many samples and ranks in total, so that time stays n log n.
 _EFFORT = 15_000
 _MOST_PLANS = 24
-# How many of the most promising limits are also planned with wide jobs filled up first.
+# Number of most promising limits that are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
-# Groups of one size are tried as well where they may take less than this part of the plan's seconds.
+# Groups of one size are also tried if they may take less than this fraction of the plan's seconds.
 _WORTH_A_TRY = 0.995
 
 
@@ -38,28 +38,27 @@ def schedule(
     microbatch_multiple: int = 1,
     sequence_parallel_size: int = 1,
 ) -> Schedule:
-    """Spread one global batch over data-and-context-parallel ranks so that the slowest rank is done soonest.
+    """Distribute a global batch over ranks for the shortest step.
 
-    lengths: tokens of each sample; the schedule names samples by their index here.
+    lengths: tokens of each sample; the schedule refers to samples by index.
     num_ranks: data parallel size times context parallel size; any number, not only powers of two.
-    max_seqlen_per_rank: most tokens a rank holds in one microbatch, padding included.
-    min_cp_size: fewest ranks a group may have.
+    max_seqlen_per_rank: largest number of tokens of a rank in one microbatch, padding included.
+    min_cp_size: smallest number of ranks of a group.
     cost: seconds of a microbatch; the default suits an 8B model on H100s. A wrong model makes schedules slower, never
         incorrect.
-    sync_ranks: ranks that meet in every microbatch, aligned blocks of that many: the expert parallel size, or
-        num_ranks for a barrier. 1 for dense models.
-    pipeline_size: pipeline stages; with more than one, all ranks keep step and the bubble counts.
-    microbatch_multiple: the number of microbatches is a multiple of this (interleaved pipeline stages want it).
-    sequence_parallel_size: tensor parallel size where sequence parallelism is on, else 1; samples are padded to it.
+    sync_ranks: ranks that synchronize in every microbatch, in aligned blocks: the expert parallel size, or num_ranks
+        for a barrier. 1 for dense models.
+    pipeline_size: pipeline stages; with more than one, all ranks run in lockstep and the bubble counts.
+    microbatch_multiple: the number of microbatches is a multiple of it (interleaved pipeline stages require it).
+    sequence_parallel_size: tensor parallel size with sequence parallelism, else 1; samples are padded to it.
 
     Every sample appears exactly once, groups come from ``legal_groups(num_ranks, min_cp_size)``, and the same input
-    gives the same schedule everywhere. Ranks without a group in a microbatch are idle there (``Schedule.idle_slots``).
-    Raises ValueError for a sample that fits nowhere, naming it and the smallest setting that would hold it.
+    gives the same schedule everywhere. Ranks without a group in a microbatch are idle (``Schedule.idle_slots``).
+    Raises ValueError for a sample that does not fit, with the smallest setting that would hold it.
 
-    The search: for several limits on a microbatch's seconds, each sample takes the fewest ranks that keep it under the
-    limit; the most promising limits are planned in full (:mod:`.placement`). Groups of one size (:mod:`.fixed`) are
-    tried where they may be faster.
-    Time is O(n log n + num_ranks log num_ranks).
+    The search: for several limits on a microbatch's seconds, each sample gets the fewest ranks within the limit; the
+    most promising limits are planned in full (:mod:`.placement`). Groups of one size (:mod:`.fixed`) are tried where
+    they may be faster. Time is O(n log n + num_ranks log num_ranks).
     """
     sizes = {
         "num_ranks": num_ranks,
@@ -76,8 +75,8 @@ def schedule(
             raise ValueError(f"{name}={value}: must be at least 1")
     if sync_ranks < 1 or num_ranks % sync_ranks:
         raise ValueError(
-            f"sync_ranks={sync_ranks}: must divide the number of ranks ({num_ranks}), because ranks that meet in every "
-            f"microbatch form equal aligned blocks"
+            f"sync_ranks={sync_ranks}: must divide the number of ranks ({num_ranks}), because ranks that synchronize "
+            "in every microbatch form equal aligned blocks"
         )
     block_level = _block_level(buddy_tree(num_ranks, min_cp_size), sync_ranks, pipeline_size)
     problem = make_problem(
@@ -111,7 +110,7 @@ def _of_one_size(
     pipeline_size: int,
     microbatch_multiple: int,
 ) -> list[list[list[Group]]]:
-    """Groups of one size each time, where that may take fewer ``seconds``: of samples that are alike, often."""
+    """Schedule groups of one size each where that may be faster."""
     tree, found = problem.tree, []
     tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
     for level, size in enumerate(problem.sizes):
@@ -137,7 +136,7 @@ def _of_one_size(
 
 
 def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
-    """The lowest level of the tree whose blocks consist of whole domains of ranks that keep step."""
+    """Return the lowest level whose blocks consist of whole lockstep domains."""
     top = len(tree.levels) - 1
     if pipeline_size > 1:
         return top
@@ -145,7 +144,7 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
 
 
 def _search(problem: Problem, block_level: int, pipeline_size: int) -> GroupPlan:
-    """The best of the plans for the most promising limits on a microbatch's seconds, as many as the effort allows."""
+    """Return the best plan of the most promising limits, within the effort."""
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
@@ -159,14 +158,14 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> GroupPlan
 
 
 def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
-    """Limits on a microbatch's seconds, the most promising first by an estimate of the step that they lead to.
+    """Return limits on a microbatch's seconds, most promising first.
 
-    The estimate is the area (seconds times ranks of every sample, spread evenly), or the longest sample if that is
-    more, plus the pipeline's bubble; where ranks keep step, neighbours of the longest sample waste some of its time.
+    By an estimate of the step: the area (seconds times ranks of every sample, spread evenly), or the longest sample if
+    that is more, plus the pipeline's bubble. In lockstep, neighbours of the longest sample waste some of its time.
     """
     limits = _ladder(problem)
     over = problem.over(limits)
-    # Limits part the movable samples, by length, into levels; all others are short enough for level 0.
+    # Limits divide the movable samples, by length, into levels; all others are short enough for level 0.
     movable = max(1, int(over[0, -1]))
     seconds = problem.seconds[:, :movable]
     area = np.stack([size * problem.shared_seconds(i, slice(movable)) for i, size in enumerate(problem.sizes)])
@@ -182,7 +181,7 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
         at_start = seconds[i, np.minimum(start, movable - 1)]
         np.maximum(longest, at_start, out=longest, where=start < left)
         left = start
-    # What no level does within the limit goes to the fastest one.
+    # Samples above the limit at every level go to the fastest one.
     most = int(left.max())
     fastest = problem.seconds[:, :most].argmin(axis=0)
     spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
@@ -195,7 +194,7 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
 
 
 def _ladder(problem: Problem) -> list[float]:
-    """Limits on a microbatch's seconds that are worth a thought, the highest first."""
+    """Return sensible limits on a microbatch's seconds, highest first."""
     lowest = max(0.03 * problem.mean_load, 6 * problem.cost.per_microbatch)
     limits = [max(4.0 * problem.mean_load, lowest)]
     while limits[-1] * 0.85 >= lowest:
@@ -204,7 +203,7 @@ def _ladder(problem: Problem) -> list[float]:
 
 
 def _lay_out(problem: Problem, plan: GroupPlan, pipeline_size: int) -> list[list[Group]]:
-    """Give every job its ranks and its microbatch: wide jobs first, each block's shelves after those around it."""
+    """Assign ranks and microbatches to jobs, wide jobs first."""
     tree, ids = problem.tree, problem.order.tolist()
     done = [0] * tree.num_ranks  # microbatches of each rank so far
     microbatches: list[list[Group]] = []
@@ -244,14 +243,16 @@ def _lay_out(problem: Problem, plan: GroupPlan, pipeline_size: int) -> list[list
 
 
 def _pipeline_order(shelves: list[Shelf]) -> list[Shelf]:
-    """Short microbatches first and last, where the pipeline fills and drains, long ones in the middle."""
+    """Order shelves for a pipeline: short, long, short."""
     rising = sorted(shelves, key=lambda shelf: max([job.seconds for job in shelf]))
     return rising[::2] + rising[1::2][::-1]
 
 
 def _round_up(microbatches: list[list[Group]], multiple: int) -> int:
-    """Make the number of microbatches a multiple: split those with most to split, and leave the rest empty. Returns
-    how many were added."""
+    """Make the number of microbatches a multiple; return how many were added.
+
+    Splits microbatches with most to split; the others stay empty.
+    """
     before = len(microbatches)
     while len(microbatches) % multiple:
         k = max(range(len(microbatches)), key=lambda k: sum(len(g.sample_ids) > 1 for g in microbatches[k]))

@@ -1,22 +1,22 @@
-"""Model families of Hugging Face's library: one file each, and the list of them.
+"""Model families of Hugging Face's library: one file each, and their list.
 
-To add a family, write a file like ``qwen.py`` and name it in ``_FILES``. The file lists ``FAMILIES``, each a
+To add a family, write a file like ``qwen.py`` and add it to ``_FILES``. The file lists ``FAMILIES``, each a
 :class:`Family` of:
 
 - ``model_type`` and ``architecture``, as in ``config.json``;
-- ``parts``: its settings, each group a :class:`Settings`. Reuse those of ``llama.py`` and of
+- ``parts``: settings in groups, each a :class:`Settings`. Reuse those of ``llama.py`` and of
   ``common/``. Counts, numbers and fixed values are declared (``counts``, ``optional``, ``numbers``, ``needed``,
-  ``given``, ``written``, ``absent``). What takes more than a renaming is code in ``read`` (import) and ``write``
-  (export). Both report to ``problems`` what has no counterpart: those are the family's own rules;
-- ``weights``: the names of its tensors, as :class:`WeightNames`;
-- ``may_have``: the features of :data:`FEATURES` that its models may have; those that a part needs or counts they have;
-- ``marks``: further settings of which ``needed`` has a value that distinguishes the family from the others.
+  ``given``, ``written``, ``absent``). Other conversions are code in ``read`` (import) and ``write`` (export), which
+  report unsupported values to ``problems``;
+- ``weights``: the names of the tensors, as :class:`WeightNames`;
+- ``optional_features``: those of :data:`FEATURES` that models may have; they always have what a group needs or counts;
+- ``marks``: further settings whose value in ``needed`` distinguishes the family from others.
 
-What its layers compute otherwise is a setting of :class:`ModelConfig`, which the layer specs read. So recipes, rules
-and checkpoints do not depend on families. A new setting of that kind belongs in the ``needed`` of the other families'
-parts (``llama.PLAIN``, ``nemotron_h.py``): with another value they refuse the export.
+Differences in computation are settings of :class:`ModelConfig`, which the layer specs read. So recipes, rules and
+checkpoints do not depend on families. Add a new setting of that kind to the ``needed`` of other families
+(``llama.PLAIN``, ``nemotron_h.py``), so that they refuse to export other values.
 
-The commands import, export and the size check need nothing else. Tests: a variant in
+The commands import, export and the size check need no change. Tests: a variant in
 ``tests/unit_tests/convert/published.py``, both directions and refusals in ``test_families.py``.
 """
 
@@ -30,7 +30,7 @@ from megatron_cp.models.families import deepseek, gemma3, gpt_oss, llama, mistra
 from megatron_cp.models.families.common.base import FEATURES, Family, Problems
 
 _FILES = (llama, mistral, qwen, gemma3, deepseek, nemotron_h, gpt_oss)
-# Of several that compute what a model does, an export takes the one with most marks, and of those the first.
+# An export takes, of the families that fit, the first of those with most marks.
 FAMILIES: dict[str, Family] = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 
 
@@ -38,31 +38,31 @@ def model_from_hf(values: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the settings of a published model.
 
     Args:
-        values: its ``config.json``, with Hugging Face's own defaults filled in.
+        values: ``config.json``, with Hugging Face's defaults filled in.
 
     Raises:
-        ConfigError: it computes something that this package's models do not; lists all of it.
+        ConfigError: the model is not supported; lists all reasons.
     """
     family = FAMILIES[values["model_type"]]
     return family, family.read(values)
 
 
 def hf_from_model(model: ModelConfig, rows: int) -> tuple[Family, dict[str, Any]]:
-    """Return the family that computes what a model does, and its ``config.json``, in the form that all versions read.
+    """Return the family that fits a model, and its ``config.json``.
 
     Args:
-        rows: of the embedding, padding included: they are part of the softmax.
+        rows: rows of the embedding, padding included: they are part of the softmax.
 
     Raises:
-        ConfigError: no family computes that; lists all that stands in the way.
+        ConfigError: no family fits; lists all reasons.
     """
     problems = Problems()
     family = max(FAMILIES.values(), key=lambda each: (each.fits(model), len(each.marks)))
     if not all(family.fits(model)):
         has = ", ".join(f"{name}={getattr(model, name)}" for name in reversed(FEATURES))
-        problems.unless(False, "model", None, f"no family has all of {has}")
+        problems.unless(False, "model", None, f"no model family has all of {has}")
         family.check_needed(model, problems)
     else:
         values = family.write(model, rows, problems)
-    problems.tell()
+    problems.raise_if_any()
     return family, values

@@ -1,22 +1,22 @@
-"""OpenAI's gpt-oss: attention sinks, windows in every other layer, experts with biases and a clamped activation."""
+"""OpenAI's gpt-oss: attention sinks, windows, biased experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_cp.models.families.common.base import WINDOW, Family, called
+from megatron_cp.models.families.common.base import WINDOW, Family, hf_names
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.windows import LayerWindows
 from megatron_cp.models.families.llama import HEADS, PLAIN, SHAPE, WEIGHTS
 from megatron_cp.models.families.mistral import EXPERTS
 
-_READ_BELOW = ("activation_func_clamp_value", "window_attn_skip_freq")
+_OTHER_SETTINGS = ("activation_func_clamp_value", "window_attn_skip_freq")
 _SHAPE = replace(
     SHAPE,
-    numbers={**SHAPE.numbers, **called(activation_func_clamp_value="swiglu_limit")},
-    needed={own: value for own, value in PLAIN.items() if own not in _READ_BELOW}
+    numbers={**SHAPE.numbers, **hf_names(activation_func_clamp_value="swiglu_limit")},
+    needed={own: value for own, value in PLAIN.items() if own not in _OTHER_SETTINGS}
     | dict(
-        activation_func="quick_gelu",  # x * sigmoid(1.702 x), and so is swiglu_alpha
+        activation_func="quick_gelu",  # x * sigmoid(1.702 x); 1.702 is swiglu_alpha
         glu_linear_offset=1.0,
         add_bias_linear=True,
         softmax_type="learnable",
@@ -24,9 +24,9 @@ _SHAPE = replace(
     given={**SHAPE.given, "attention_bias": True, "swiglu_alpha": 1.702},
     absent=("quantization_config", "compression_config"),
 )
-# The first matrices of all experts are one tensor, their rows in pairs of gate and what it gates; and so are others.
+# One tensor holds the first matrices of all experts, with rows in pairs of gate and up projection.
 _EXPERT = "mlp.experts.local_experts.{}"
-_WEIGHTS = WEIGHTS.and_in_a_layer(
+_WEIGHTS = WEIGHTS.with_layer_names(
     {
         "self_attention.linear_proj.bias": ("self_attn.o_proj.bias",),
         "self_attention.core_attention.softmax_offset": ("self_attn.sinks",),
@@ -44,7 +44,7 @@ FAMILIES = (
         "GptOssForCausalLM",
         (_SHAPE, HEADS, RotaryPositions(), LayerWindows(), EXPERTS),
         _WEIGHTS,
-        may_have=(WINDOW,),
+        optional_features=(WINDOW,),
         marks=("softmax_type",),
     ),
 )

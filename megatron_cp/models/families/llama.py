@@ -1,4 +1,4 @@
-"""Llama's family, and the parts that Llama-like families share."""
+"""Llama's family, and settings shared by Llama-like families."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import SAME, Family, Problems, Settings, called
+from megatron_cp.models.families.common.base import SAME, Family, Problems, Settings, hf_names
 from megatron_cp.models.families.common.positions import RotaryPositions
 from megatron_cp.models.families.common.weights import EMBEDDING, OUTPUT, WeightNames
 from megatron_cp.models.families.common.windows import NoWindow
 
-# Settings of a model in Llama's family. Other families take them over, with changes.
+# Settings of Llama's models. Other families reuse them, with changes.
 PLAIN: dict[str, Any] = dict(
     architecture="gpt",
     normalization="RMSNorm",
@@ -40,7 +40,7 @@ ATTENTION_BIAS = Settings(written={"attention_bias": False})
 
 @dataclass(frozen=True)
 class Heads(Settings):
-    """Groups of queries that share a key and a value, and the width of heads."""
+    """Query groups and the width of heads."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
@@ -49,9 +49,9 @@ class Heads(Settings):
         model.kv_channels = model.kv_channels or model.hidden_size // heads
 
 
-# Sizes of the model, its norms and initial weights, and whether the output layer is the embedding.
+# Model sizes, norms, initial weights, and tied embeddings.
 SHAPE = Settings(
-    counts=called(
+    counts=hf_names(
         num_layers="num_hidden_layers",
         hidden_size=SAME,
         ffn_hidden_size="intermediate_size",
@@ -59,14 +59,14 @@ SHAPE = Settings(
         max_position_embeddings=SAME,
         vocab_size=SAME,
     ),
-    numbers=called(layernorm_epsilon="rms_norm_eps", init_method_std="initializer_range"),
-    switches=called(share_embeddings_and_output_weights="tie_word_embeddings"),
+    numbers=hf_names(layernorm_epsilon="rms_norm_eps", init_method_std="initializer_range"),
+    switches=hf_names(share_embeddings_and_output_weights="tie_word_embeddings"),
     needed=PLAIN,
     given={"hidden_act": ("silu", "swish")},
     written=dict(attention_dropout=0.0),
     absent=("attention_bias", "mlp_bias", "quantization_config", "compression_config"),
 )
-HEADS = Heads(optional=called(num_query_groups="num_key_value_heads", kv_channels="head_dim"))
+HEADS = Heads(optional=hf_names(num_query_groups="num_key_value_heads", kv_channels="head_dim"))
 LLAMA_PARTS = (SHAPE, HEADS, RotaryPositions())
 
 IN_A_LAYER = {
@@ -92,9 +92,9 @@ WEIGHTS = WeightNames("model.layers", OUTSIDE, IN_A_LAYER)
 
 
 def with_experts(module: str, gate: str, up: str, down: str) -> WeightNames:
-    """Return Llama's names with those of a router and of experts."""
+    """Return Llama's weight names with a router and experts."""
     expert = f"{module}.experts.{{}}"
-    return WEIGHTS.and_in_a_layer(
+    return WEIGHTS.with_layer_names(
         {
             "mlp.router.weight": (f"{module}.gate.weight",),
             "mlp.experts.local_experts.{}.linear_fc1.weight": (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),

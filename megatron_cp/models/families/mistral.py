@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_cp.models.families.common.base import WINDOW, Family, called
+from megatron_cp.models.families.common.base import WINDOW, Family, hf_names
 from megatron_cp.models.families.common.experts import PLAIN_EXPERTS, SoftmaxExperts
 from megatron_cp.models.families.common.windows import SlidingWindow
 from megatron_cp.models.families.llama import LLAMA_PARTS, WEIGHTS, with_experts
 
 _PARTS = (*LLAMA_PARTS, SlidingWindow())
 EXPERTS = SoftmaxExperts(
-    counts=called(
+    counts=hf_names(
         num_moe_experts="num_local_experts",
         moe_ffn_hidden_size="intermediate_size",
         moe_router_topk="num_experts_per_tok",
@@ -17,12 +17,12 @@ EXPERTS = SoftmaxExperts(
     needed=PLAIN_EXPERTS,
 )
 FAMILIES = (
-    Family("mistral", "MistralForCausalLM", _PARTS, WEIGHTS, may_have=(WINDOW,)),
+    Family("mistral", "MistralForCausalLM", _PARTS, WEIGHTS, optional_features=(WINDOW,)),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         (*_PARTS, EXPERTS),
         with_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        may_have=(WINDOW,),
+        optional_features=(WINDOW,),
     ),
 )

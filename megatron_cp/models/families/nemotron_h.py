@@ -1,4 +1,4 @@
-"""Nemotron-H's family: hybrids of Mamba-2, attention without positions, MLPs and experts, up to Nemotron 3."""
+"""Nemotron-H, up to Nemotron 3: Mamba-2, attention, MLPs and experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.families.common.base import FEATURES, SAME, Family, Problems, Settings, called, is_count
+from megatron_cp.models.families.common.base import FEATURES, SAME, Family, Problems, Settings, hf_names, is_count
 from megatron_cp.models.families.common.experts import GroupedExperts
 from megatron_cp.models.families.common.weights import EMBEDDING, KEPT_IN_FLOAT32, OUTPUT, WeightNames
 from megatron_cp.models.families.llama import PLAIN
@@ -21,20 +21,20 @@ _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "
 
 @dataclass(frozen=True)
 class HybridLayers(Settings):
-    """The kinds of layers, their sizes, and what each computes."""
+    """Layer types, sizes, and fixed settings."""
 
     def check(self, values: Mapping[str, Any], problems: Problems) -> None:
         super().check(values, problems)
         kinds: Any = values.get("layers_block_type")
         known = isinstance(kinds, list) and len(kinds) > 0 and set(map(str, kinds)) <= _LETTERS.keys()
-        problems.unless(known, "layers_block_type", kinds, f"a list of {', '.join(_LETTERS)} is needed")
+        problems.unless(known, "layers_block_type", kinds, f"must be a list of {', '.join(_LETTERS)}")
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
         model.hybrid_layer_pattern = "".join(_LETTERS[kind] for kind in values["layers_block_type"])
         model.num_layers = len(model.hybrid_layer_pattern)
         limit: Any = values.get("time_step_limit", (0.0, math.inf))
-        problems.unless(list(limit) == [0.0, math.inf], "time_step_limit", limit, "none is needed")
+        problems.unless(list(limit) == [0.0, math.inf], "time_step_limit", limit, "must be absent")
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         pattern, kinds = layers_of(model.hybrid_layer_pattern), {letter: kind for kind, letter in _LETTERS.items()}
@@ -48,9 +48,9 @@ class HybridLayers(Settings):
 
 @dataclass(frozen=True)
 class HybridExperts(GroupedExperts):
-    """Experts beside a shared one, in the layers that are of experts."""
+    """Experts beside a shared expert, in expert layers."""
 
-    def concern(self, source: Mapping[str, Any] | ModelConfig) -> bool:
+    def applies_to(self, source: Mapping[str, Any] | ModelConfig) -> bool:
         if isinstance(source, ModelConfig):
             return "E" in layers_of(source.hybrid_layer_pattern)
         kinds = source.get("layers_block_type")
@@ -59,18 +59,18 @@ class HybridExperts(GroupedExperts):
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
         latent: Any = values.get("moe_latent_size")
-        problems.unless(latent is None or is_count(latent), "moe_latent_size", latent, "at least 1, or null, is needed")
+        problems.unless(latent is None or is_count(latent), "moe_latent_size", latent, "must be at least 1 or null")
         model.moe_latent_size = latent
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         shared = model.moe_shared_expert_intermediate_size
-        message = "a shared expert is needed"
+        message = "must be set: models of this family have a shared expert"
         problems.unless(bool(shared), NAME.model.moe_shared_expert_intermediate_size, shared, message)
         return super().write(model, problems) | dict(moe_latent_size=model.moe_latent_size)
 
 
 _LAYERS = HybridLayers(
-    counts=called(
+    counts=hf_names(
         hidden_size=SAME,
         ffn_hidden_size="intermediate_size",
         num_attention_heads=SAME,
@@ -83,7 +83,7 @@ _LAYERS = HybridLayers(
         mamba_num_heads=SAME,
         mamba_num_groups="n_groups",
     ),
-    numbers=called(init_method_std="initializer_range"),
+    numbers=hf_names(init_method_std="initializer_range"),
     needed=PLAIN
     | dict(
         architecture="hybrid",
@@ -102,7 +102,7 @@ _LAYERS = HybridLayers(
         "use_conv_bias": True,
         "mamba_hidden_act": "silu",
         "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": 1e-5,  # the norm inside Mamba layers has it built in
+        "layer_norm_epsilon": 1e-5,  # fixed in the norm inside Mamba layers
         "use_bias": False,
         "mamba_proj_bias": False,
         "attention_bias": False,
@@ -111,12 +111,12 @@ _LAYERS = HybridLayers(
         "sliding_window": None,
         "residual_in_fp32": False,
     },
-    # Hugging Face's library raises shorter time steps to time_step_min; nothing does here.
+    # Hugging Face's library raises shorter time steps to time_step_min; this package does not.
     written={"attention_dropout": 0.0, "time_step_min": 1e-30, "num_nextn_predict_layers": 0},
     absent=("quantization_config", "compression_config"),
 )
 _EXPERTS = HybridExperts(
-    counts=called(
+    counts=hf_names(
         num_moe_experts="n_routed_experts",
         moe_ffn_hidden_size="moe_intermediate_size",
         moe_shared_expert_intermediate_size=SAME,
@@ -130,7 +130,7 @@ _EXPERTS = HybridExperts(
     ),
     given={"n_shared_experts": 1},
 )
-# A layer is of one kind: Mamba, attention, an MLP or experts. The input projection has z, x, B, C and dt on both sides.
+# Each layer has one type: Mamba, attention, MLP or experts. Both sides order the input projection as z, x, B, C, dt.
 _WEIGHTS = WeightNames(
     "backbone.layers",
     {
@@ -156,4 +156,4 @@ _WEIGHTS = WeightNames(
         "mlp.shared_experts.linear_fc2.weight": ("mixer.shared_experts.down_proj.weight",),
     },
 )
-FAMILIES = (Family("nemotron_h", "NemotronHForCausalLM", (_LAYERS, _EXPERTS), _WEIGHTS, may_have=FEATURES),)
+FAMILIES = (Family("nemotron_h", "NemotronHForCausalLM", (_LAYERS, _EXPERTS), _WEIGHTS, optional_features=FEATURES),)

@@ -1,9 +1,9 @@
-"""Output layer and cross-entropy in pieces along the sequence, so that a long sequence's logits never exist at once.
+"""Output layer and cross-entropy in chunks along the sequence.
 
-A vocabulary of 128K entries makes the logits of one token as large as the activations of a whole layer: those of a
-128K-token sequence are 33 GB in bf16, and twice that in the float32 of the cross-entropy. Here a piece's logits are
-computed, turned into losses and dropped; the backward pass computes them again, a piece at a time, which costs one more
-product with the output layer. The weight's gradient is summed over the pieces in float32 and handed to autograd once.
+With a vocabulary of 128K the logits of one token are as large as a whole layer's activations: 33 GB in bf16 for 128K
+tokens, and twice that for the float32 of the cross-entropy. Here the logits of one chunk exist at a time. The backward
+pass computes them again, which costs one more product with the output layer. The weight's gradient is summed over
+chunks in float32 and passed to autograd once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def chunked_losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | None) -> Tensor:
-    """``head(hidden, weight, labels)``, but over at most about ``chunk_size`` tokens at once.
+    """Compute ``head(hidden, weight, labels)`` in chunks of tokens.
 
     Args:
-        head: the output layer and the cross-entropy; each token's loss depends on this token alone. May communicate
-            within the tensor-parallel group: all its ranks make the same calls.
-        hidden: [s, b, h]; under sequence parallelism the tensor-parallel rank's own part of the sequence, whose
-            whole the head gathers.
+        head: output layer and cross-entropy; each token's loss depends on this token only. May communicate within the
+            tensor-parallel group, whose ranks make the same calls.
+        hidden: [s, b, h]; under sequence parallelism this rank's shard, which the head gathers.
         weight: the output layer's, [v, h].
-        labels: [b, s * parts], where ``parts`` is the number of ranks the sequence is split over (1 without sequence
-            parallelism), in the order of the whole sequence.
-        chunk_size: tokens whose logits may exist at once on a rank, None for all; at least one position of each row is
-            taken.
+        labels: [b, s * parts], in the order of the whole sequence. ``parts`` is the number of ranks that shard it
+            (1 without sequence parallelism).
+        chunk_size: tokens whose logits may exist at once on a rank, at least one position of each row; None: all.
 
     Returns:
         Losses like ``labels``, differentiable with respect to ``hidden`` and ``weight``.
@@ -51,11 +49,11 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels)
         ctx.head, ctx.size = head, size
         losses: Tensor | None = None
-        for piece in _pieces(hidden, size):
-            values = head(hidden[piece], weight, _labels_of(piece, labels, hidden))
+        for chunk in _chunks(hidden, size):
+            values = head(hidden[chunk], weight, _labels_of(chunk, labels, hidden))
             losses = values.new_empty(labels.shape) if losses is None else losses
-            place = _place_of(piece, losses, hidden)
-            place.copy_(values.view_as(place))
+            target = _chunk_of(chunk, losses, hidden)
+            target.copy_(values.view_as(target))
         assert losses is not None
         return losses
 
@@ -66,29 +64,29 @@ class _ChunkedLosses(torch.autograd.Function):
         losses_gradient = gradients[0].contiguous()
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient: Tensor | None = None
-        for piece in _pieces(hidden, ctx.size):
+        for chunk in _chunks(hidden, ctx.size):
             with torch.enable_grad():
-                inputs = hidden[piece].detach().requires_grad_(), weight.detach().requires_grad_()
-                losses = ctx.head(*inputs, _labels_of(piece, labels, hidden))
-            gradient = _place_of(piece, losses_gradient, hidden).reshape(losses.shape)
-            hidden_gradient[piece], of_weight = torch.autograd.grad(losses, inputs, gradient)
-            del losses  # and with it the graph that holds the logits
+                inputs = hidden[chunk].detach().requires_grad_(), weight.detach().requires_grad_()
+                losses = ctx.head(*inputs, _labels_of(chunk, labels, hidden))
+            gradient = _chunk_of(chunk, losses_gradient, hidden).reshape(losses.shape)
+            hidden_gradient[chunk], chunk_gradient = torch.autograd.grad(losses, inputs, gradient)
+            del losses  # frees the graph that holds the logits
             if weight_gradient is None:
-                weight_gradient = of_weight if of_weight.dtype.itemsize >= 4 else of_weight.float()
+                weight_gradient = chunk_gradient if chunk_gradient.dtype.itemsize >= 4 else chunk_gradient.float()
             else:
-                weight_gradient += of_weight
+                weight_gradient += chunk_gradient
         assert weight_gradient is not None
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
 
 
-def _pieces(hidden: Tensor, size: int) -> Iterator[slice]:
+def _chunks(hidden: Tensor, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
 
 
-def _place_of(piece: slice, whole: Tensor, hidden: Tensor) -> Tensor:
-    """A view of where a piece lies in ``whole`` [b, s * parts]: under sequence parallelism, in each rank's part."""
-    return whole.view(whole.shape[0], -1, hidden.shape[0])[:, :, piece]
+def _chunk_of(chunk: slice, whole: Tensor, hidden: Tensor) -> Tensor:
+    """Return a view of a chunk in ``whole`` [b, s * parts], in each rank's shard."""
+    return whole.view(whole.shape[0], -1, hidden.shape[0])[:, :, chunk]
 
 
-def _labels_of(piece: slice, labels: Tensor, hidden: Tensor) -> Tensor:
-    return _place_of(piece, labels, hidden).reshape(labels.shape[0], -1)
+def _labels_of(chunk: slice, labels: Tensor, hidden: Tensor) -> Tensor:
+    return _chunk_of(chunk, labels, hidden).reshape(labels.shape[0], -1)

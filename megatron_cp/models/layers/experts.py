@@ -1,9 +1,8 @@
-"""Experts that megatron-core's own layers do not build: with biases, and in fewer dimensions than the model has.
+"""Experts beyond megatron-core's layers: with biases, or in a latent dimension.
 
-Experts in fewer dimensions are LatentMoE's, of Nemotron 3 Super. Before tokens are sent to their experts one matrix
-makes them smaller, and after their sums came back another makes them as large as before; the router and shared experts
-see whole ones. Upstream's layer needs Transformer Engine for both matrices, and cannot save them with decentralized
-groups. Here they are ordinary products.
+LatentMoE (Nemotron 3 Super) projects tokens to fewer dimensions before they are sent to experts, and back after the
+results are summed. The router and shared experts use full tokens. Upstream's layer needs Transformer Engine for both
+projections, and cannot save them with decentralized groups; here they are plain products.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A product without a bias, computed whole by each tensor-parallel rank, of its own tokens."""
+    """Linear layer without bias, replicated on tensor-parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig, init_method: Any) -> None:
         super().__init__()
@@ -31,19 +30,19 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[..., inputs] -> [..., outputs], and no bias."""
+        """Map [..., inputs] to [..., outputs]; no bias."""
         return torch.nn.functional.linear(x, self.weight), None
 
 
 class LatentMoELayer(MoELayer):
-    """megatron-core's layer, with both matrices of its own."""
+    """megatron-core's layer with its own projections."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules | None = None, *args: Any, **kwargs: Any
     ) -> None:
         assert submodules is not None and config.moe_latent_size is not None
         build, outside = submodules.experts, copy.copy(config)
-        outside.moe_latent_size = None  # so that upstream leaves out the matrices; its experts are told
+        outside.moe_latent_size = None  # so that upstream omits the projections; its experts get the config
 
         def experts(count: int, _: TransformerConfig, **more: Any) -> Any:
             return build(count, config, **more)
@@ -56,11 +55,11 @@ class LatentMoELayer(MoELayer):
 
 
 class BiasedExpertOutput(RowParallelLinear):
-    """An expert's second matrix and its bias, undivided: rule K15 requires expert_tensor_parallel_size=1.
+    """An expert's second matrix with bias, not sharded (rule K15).
 
-    megatron-core's layer reduces the product over the one rank that has it. Its MLP then adds the bias in place
-    (mlp.py:354), which autograd refuses for a reduced tensor. And under sequence parallelism it sums the bias' gradient
-    over the tensor-parallel ranks, which hold other experts.
+    megatron-core's layer reduces the product over its single rank. Its MLP then adds the bias in place (mlp.py:354),
+    which autograd refuses for a reduced tensor. Under sequence parallelism it also sums the bias gradient over
+    tensor-parallel ranks, which hold other experts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,14 +1,14 @@
-"""Multi-token prediction (MTP): megatron-core's block, with tokens shifted exactly under context parallelism.
+"""Multi-token prediction (MTP), exact under context parallelism.
 
-Depth k (1, 2, ...) predicts, at position i, the label of position i + k, from the main model's state at i and the
-tokens up to i + k (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 2.2). Tokens, labels and loss masks of a
-depth are those of the depth before, shifted by one to the left within each sequence; what runs over its end is 0, so
-that a document's last k positions have no depth-k loss. The objective is
+Depth k (1, 2, ...) predicts, at position i, the label of position i + k. Its inputs are the main model's state at i and
+the tokens up to i + k (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 2.2). A depth's tokens, labels and loss
+masks are those of the depth before, shifted left by one within each sequence. The shift adds 0 at the end, so a
+document's last k positions have no depth-k loss. The objective is
 
     lm loss + mtp_loss_scaling_factor / depths * sum over k of (mtp_k loss)
 
-where each loss is the sum over its own unmasked tokens of the *global* batch, divided by their number: what one rank
-with all samples in one microbatch computes. (megatron-core divides by the tokens of each rank and microbatch.)
+where each loss is the sum over its unmasked tokens of the *global* batch, divided by their number: what one rank
+computes with all samples in one microbatch. (megatron-core divides by the tokens of each rank and microbatch.)
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from megatron_cp.parallel.transfer import send
 
 
 class MTPLayer(MultiTokenPredictionLayer):
-    """One depth, whose weights depend on the seed and its number, and whose tokens follow the padded sequences.
+    """One depth, with seeded weights and exactly shifted tokens.
 
-    Of a hybrid model it has layers by a pattern of its own.
+    The weights depend on the seed and the depth only. In a hybrid model each depth has its own layer pattern.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class MTPLayer(MultiTokenPredictionLayer):
     ) -> None:
         seed = seed_of(initialization_seed, f"mtp {layer_number}")
         if kwargs.get("hybrid_submodules") is not None:
-            # Its layers are numbered from 1, as the model's own and those of each other depth.
-            kwargs["hybrid_submodules"] = _drawn_from(kwargs["hybrid_submodules"], seed)
+            # Layers are numbered from 1 in the model and in each depth.
+            kwargs["hybrid_submodules"] = _with_seed(kwargs["hybrid_submodules"], seed)
         if isinstance(config.cp_comm_type, list):
-            # Upstream numbers these layers from 1 and would give them the first layers' transports.
+            # Upstream numbers these layers from 1, which would select the first layers' transports.
             config = copy.copy(config)
             config.cp_comm_type = config.cp_comm_type[-1]
         with drawing_from(seed):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=pg_collection, **kwargs)
         self.pg_collection = pg_collection
         for router in routers_in([self]):
-            # Upstream's hybrid stack does not say so. A router's losses are then counted once for each use of a layer
-            # that all depths share, and kept under its layer's number in the depth, for which there may be no place.
+            # Upstream's hybrid stack does not set this. It would count a router's losses once for each use of a shared
+            # layer, under the layer's number in the depth, for which there may be no entry.
             router.is_mtp_layer = True
             router.set_layer_number(layer_number)
 
@@ -83,20 +83,20 @@ class MTPLayer(MultiTokenPredictionLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         with active_group(self.pg_collection, packed_seq_params):
             input_ids = shift_left(input_ids, self.pg_collection.cp, packed_seq_params)
-        # Positions are those of the queries: rotary embeddings are handed down, and no others are supported.
+        # Positions are the queries': rotary embeddings are passed in, others are not supported.
         embeddings = embedding(input_ids=input_ids, position_ids=position_ids)
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        # Not shifted: padding lies where it lies, and a sequence's last positions are as real as on one rank.
+        # Not shifted: padding stays in place, and a sequence's last positions are real as on a single rank.
         return input_ids, position_ids, padding_mask, embeddings, hidden_states
 
     def _checkpointed_forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.mtp_layer_pattern is None:
             return super()._checkpointed_forward(*args, **kwargs)
-        return self._proj_and_transformer_layer(*args, **kwargs)  # a hybrid model's stack recomputes its layers itself
+        return self._proj_and_transformer_layer(*args, **kwargs)  # a hybrid stack recomputes its layers itself
 
 
-def _drawn_from(layers: Any, seed: int) -> Any:
-    """The specs of a hybrid stack, whose layers draw their initial weights from another seed."""
+def _with_seed(layers: Any, seed: int) -> Any:
+    """Copy a hybrid stack's specs with another seed of initial weights."""
     seeded = copy.copy(layers)
     for name, spec in vars(layers).items():
         if "initialization_seed" in getattr(spec, "params", ()):
@@ -105,8 +105,10 @@ def _drawn_from(layers: Any, seed: int) -> Any:
 
 
 def mtp_block_spec(build: Build, model_layer: ModuleSpec | None) -> MultiTokenPredictionBlockSubmodules:
-    """The spec of all depths, each with norms like the model's own and a layer like ``model_layer``, or by the pattern
-    of a hybrid model; or of the one that all depths share."""
+    """Build the spec of all depths, or of the one that all depths share.
+
+    Norms are the model's own. Layers are like ``model_layer``, or follow the pattern of a hybrid model.
+    """
     model = build.model
     layer = get_mtp_layer_spec(model_layer, build.with_te)
     submodules = layer.submodules
@@ -118,14 +120,13 @@ def mtp_block_spec(build: Build, model_layer: ModuleSpec | None) -> MultiTokenPr
 
 @torch.no_grad()
 def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams | None = None) -> Tensor:
-    """``values[..., i + 1]`` at each position i of each sequence, and 0 at its end.
-
-    Args:
-        values: [..., t_local], this rank's part of sequences that are sliced over ``group`` in zigzag order.
-        packed: of several sequences in a row, each sliced for itself, by their *padded* lengths; otherwise the last
-            dimension is one sequence.
+    """Shift each sequence left by one: ``values[..., i + 1]`` at i, and 0 at the end.
 
     One collective over ``group``, of two values a sequence and row.
+
+    Args:
+        values: [..., t_local], this rank's shard of sequences split over ``group`` in zigzag order.
+        packed: several sequences in a row, each split by its *padded* length; None: the last dimension is one sequence.
     """
     rank, size = group.rank(), group.size()
     if packed is None:
@@ -137,7 +138,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     if size == 1:
         shifted[..., edges[1:] - 1] = 0
         return shifted
-    # Rank r holds chunks r and 2 * size - 1 - r of each sequence, one after the other.
+    # Rank r holds chunks r and 2 * size - 1 - r of each sequence, in this order.
     first, second = edges[:-1], (edges[:-1] + edges[1:]) // 2
     heads = torch.stack([values[..., first], values[..., second]])
     gathered = gather_tensors(heads, group)
@@ -148,18 +149,19 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
 
 
 def unmasked_tokens(loss_mask: Tensor, position_ids: Tensor, depths: int) -> Tensor:
-    """Unmasked tokens of the main loss and of each depth's, [1 + depths] in float64, of one microbatch of this rank.
+    """Count unmasked tokens of the main loss and of each depth.
 
-    A token that is k or more positions into its sequence is somebody's target at depth k, on this rank or another;
-    summed over the context-parallel ranks the numbers are those of the shifted masks, without shifting any.
+    Float64 [1 + depths], of one microbatch on this rank. A token at position k or later of its sequence is a target at
+    depth k, on this rank or another. Summed over context-parallel ranks, the numbers equal those of shifted masks.
     """
     return torch.stack([(loss_mask * (position_ids >= depth)).sum(dtype=torch.float64) for depth in range(1 + depths)])
 
 
 def depth_weights(config: TransformerConfig, tokens: Sequence[float]) -> tuple[float, ...]:
-    """What each depth's sum of losses is multiplied with, before all is divided by the main loss's tokens.
+    """Return each depth's factor for its sum of losses.
 
-    ``tokens`` are the :func:`unmasked_tokens` of the global batch. A depth without any has no loss and no weight.
+    It applies before division by the main loss's tokens. ``tokens``: :func:`unmasked_tokens` of the global batch. A
+    depth without tokens has no loss and factor 0.
     """
     factor = (config.mtp_loss_scaling_factor or 0.0) / max(1, len(tokens) - 1)
     return tuple(factor * tokens[0] / count if count else 0.0 for count in tokens[1:])

@@ -1,4 +1,4 @@
-"""Norms of layers without Transformer Engine, weights around zero, and norms before the residual is added."""
+"""Norms of layers without Transformer Engine, and norms after layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that multiplies with ``1 + weight``, in float32."""
+    """RMSNorm that multiplies by ``1 + weight``, in float32."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -23,7 +23,7 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
 
 
 class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
-    """LayerNorm that multiplies with ``1 + weight``, in float32."""
+    """LayerNorm that multiplies by ``1 + weight``, in float32."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -44,10 +44,11 @@ _NORMS: dict[tuple[str, bool], Callable[..., torch.nn.Module]] = {
 
 
 class TorchNorm:
-    """torch's own LayerNorm or RMSNorm, as megatron-core's ``WrappedTorchNorm``, but also under sequence parallelism.
+    """torch's LayerNorm or RMSNorm, also under sequence parallelism.
 
-    There each tensor-parallel rank normalizes its own tokens, so the norm's gradients are partial sums; the mark on
-    the parameters makes megatron-core reduce them. Upstream's also refuses ``layernorm_zero_centered_gamma``.
+    Replaces megatron-core's ``WrappedTorchNorm``. Under sequence parallelism each tensor-parallel rank normalizes its
+    own tokens, so gradients are partial sums; the parameters' attribute makes megatron-core reduce them. Upstream's
+    also refuses ``layernorm_zero_centered_gamma``.
     """
 
     def __new__(  # type: ignore[misc]
@@ -60,9 +61,9 @@ class TorchNorm:
 
 
 class NormThenAdd(torch.nn.Module):
-    """Normalize the output of attention or of an MLP, then add the residual (``sandwich_norm``).
+    """Normalize the output of attention or an MLP, then add the residual.
 
-    Takes the place of megatron-core's ``get_bias_dropout_add`` in a layer spec, and is called as it is.
+    Replaces megatron-core's ``get_bias_dropout_add`` in a layer spec, with the same calls.
     """
 
     def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]) -> None:

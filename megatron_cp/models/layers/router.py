@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, for packs whose ranks hold different numbers of real tokens."""
+"""Router of a mixture of experts, for packed batches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from megatron_cp.parallel.collectives import sum_over_ranks
 
 
 class PackedRouter(TopKRouter):
-    """megatron-core's router, whose load-balancing loss weighs a pack by the real tokens of all its ranks.
+    """Router whose load-balancing loss weighs a pack by the real tokens of all ranks.
 
-    ``cp_group`` and ``tp_cp_group`` are the microbatch's while ``active_group`` says so. Upstream means to weigh each
-    rank's share of the loss by this rank's own tokens, which is right only where all ranks hold equally many; what it
-    counts where there is padding is all ranks' tokens (moe_utils.py:271: the sum that it reduces in place and reads
-    afterwards), so that the loss weighs as many times too much as there are ranks. And a dummy microbatch, which has
-    no token (``idle``), would make it 0 / 0.
+    ``active_group`` sets ``cp_group`` and ``tp_cp_group`` to the microbatch's. Upstream weighs each rank's share of the
+    loss by this rank's tokens, which is correct only with equal numbers. With padding it counts all ranks' tokens
+    (moe_utils.py:271 reduces the sum in place and reads it afterwards), so the loss is too large by the number of
+    ranks. A dummy microbatch without tokens (``idle``) would make it 0 / 0.
     """
 
     idle = False
-    _real_tokens: Tensor | None = None  # of this rank, in the microbatch at hand; None without padding
+    _real_tokens: Tensor | None = None  # of this rank, in the current microbatch; None without padding
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         self._real_tokens = None if padding_mask is None else (~padding_mask).sum()
@@ -40,7 +39,7 @@ class PackedRouter(TopKRouter):
         return super().apply_z_loss(logits, padding_mask=padding_mask)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Upstream combines ``[tokens, experts]`` with a mask ``[tokens]``."""
+        """Mask ``[tokens, experts]`` by ``[tokens]``; upstream mismatches the shapes."""
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def attach_and_log_load_balancing_loss(
@@ -56,22 +55,22 @@ class PackedRouter(TopKRouter):
 
 
 def expert_biases(chunks: Iterable[torch.nn.Module]) -> list[Tensor]:
-    """Of all routers in these parts of a model: megatron-core moves them with the gradients, before any step."""
+    """List the biases of all routers of these modules."""
     return [router.expert_bias for router in routers_in(chunks) if router.expert_bias is not None]
 
 
 def routers_in(parts: Iterable[torch.nn.Module]) -> Iterator[PackedRouter]:
-    """All of these parts of a model."""
+    """Yield all routers of these modules."""
     return (module for part in parts for module in part.modules() if isinstance(module, PackedRouter))
 
 
-def padding_in_layers(
+def shard_padding_mask(
     padding_mask: Tensor | None, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> Tensor | None:
-    """The part of a microbatch's ``[b, s_local]`` mask that routers need: of the tokens that a layer has on this rank,
-    a slice under sequence parallelism.
+    """Return the shard of a microbatch's ``[b, s_local]`` mask for this rank's layers.
 
-    Upstream's GPT model slices on the first pipeline stage only, over the MPU's group, and its hybrid model nowhere.
+    Under sequence parallelism layers hold a slice of the tokens. Upstream's GPT model slices the mask on the first
+    pipeline stage only, over the global group, and its hybrid model never.
     """
     if padding_mask is None or not config.sequence_parallel:
         return padding_mask

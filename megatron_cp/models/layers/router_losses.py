@@ -1,8 +1,8 @@
-"""What a step reports of its routers' losses: each one's mean over layers and tokens, without its coefficient.
+"""Router losses of a step: means over layers and tokens, without coefficients.
 
-megatron-core keeps a sum for each layer and reduces it over the groups that it saw last, which packs change with every
-microbatch; and microbatches count alike there, where the gradients weigh them by their tokens. Here each rank also
-counts the tokens that a value is of, so that one sum over all ranks is enough.
+megatron-core keeps a sum a layer and reduces it over the groups it saw last, but packs change groups with every
+microbatch. It also weighs microbatches equally, while gradients weigh them by tokens. Here each rank also counts the
+tokens behind each value, so one sum over all ranks is enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_cp.parallel.collectives import sum_over_ranks
 
-_BALANCES = {  # as megatron-core's logs call them
+_BALANCES = {  # names in megatron-core's logs
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -25,9 +25,9 @@ _BALANCES = {  # as megatron-core's logs call them
 
 
 class RouterLosses:
-    """Collects what this process's routers record, in place of megatron-core's tracker.
+    """Recorder of router losses, in place of megatron-core's tracker.
 
-    tokens: of each rank that has a part of what is recorded next, on the average; routers say so.
+    tokens: mean number of tokens of the ranks that share the next recorded value; set by routers.
     """
 
     tokens: Tensor | int = 1
@@ -36,8 +36,8 @@ class RouterLosses:
         balance = _BALANCES.get(config.moe_router_load_balancing_type)
         names = [balance] if balance and config.moe_aux_loss_coeff else []
         names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
-        self._place = {name: place for place, name in enumerate(names)}
-        self._recorded = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # sums, and their tokens
+        self._index = {name: index for index, name in enumerate(names)}
+        self._records = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # sums, and their tokens
         self._layers = config.num_layers
         self._uses = config.mtp_num_layers if config.mtp_use_repeated_layer else 1
 
@@ -50,24 +50,27 @@ class RouterLosses:
         reduce_group: dist.ProcessGroup | None = None,
         **averaging: Any,
     ) -> None:
-        """Of one layer and microbatch: a part of the loss, of which the ranks of ``reduce_group`` have the others, or
-        without it this rank's own. A layer that several depths share records each depth's part of its mean."""
+        """Record a loss of one layer and microbatch.
+
+        ``value`` is this rank's part of a loss over ``reduce_group``, or without it this rank's own loss. A layer
+        that several depths share records each depth's part of its mean.
+        """
         parts = 1 if reduce_group is None else reduce_group.size()
         if layer_number > self._layers:
             parts *= self._uses
-        place = self._place[name]
-        self._recorded[0, place] += value.detach() * (self.tokens * parts)
-        self._recorded[1, place] += self.tokens
+        index = self._index[name]
+        self._records[0, index] += value.detach() * (self.tokens * parts)
+        self._records[1, index] += self.tokens
 
     def begin(self) -> None:
-        """Forget what was recorded, and record what comes."""
+        """Clear the records, and record from now on."""
         set_moe_metrics_tracker(self)
-        self._recorded.zero_()
+        self._records.zero_()
 
     def means(self, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Each loss over the ranks of ``group``, by name, on the device: 0 where nothing was recorded. Collective."""
-        if not self._place:
+        """Return each loss, averaged over ``group``, 0 if missing. Collective."""
+        if not self._index:
             return {}
-        sums, tokens = sum_over_ranks(self._recorded.clone(), group)
+        sums, tokens = sum_over_ranks(self._records.clone(), group)
         means = torch.where(tokens > 0, sums / tokens, 0.0)
-        return {name: means[place] for name, place in self._place.items()}
+        return {name: means[index] for name, index in self._index.items()}

@@ -1,4 +1,4 @@
-"""A transformer layer whose weights follow from the seed and its number, and which follows a microbatch's groups."""
+"""Transformer layer with seeded weights that uses each microbatch's groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
 
 
 class SeededTransformerLayer(TransformerLayer):
-    """A layer whose initial weights depend on the seed and its global number, not on the pipeline stage it is on.
+    """Layer whose initial weights depend on the seed and its global number only.
 
-    So that the same seed gives the same model under every layout. (Under tensor parallelism megatron-core itself draws
-    the whole weight and keeps a slice, with ``use_cpu_initialization``.)
+    So the same seed gives the same model under every layout. (Under tensor parallelism megatron-core draws the whole
+    weight and keeps a slice, with ``use_cpu_initialization``.)
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SeededTransformerLayer(TransformerLayer):
         draw_layer(self, initialization_seed, f"layer {number}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Also when recomputed during the backward pass: the arguments, and so the microbatch's group, are kept.
+        # Also in recomputation: the arguments, and so the microbatch's group, are kept.
         routers = [self.mlp.router] if hasattr(self.mlp, "router") else []
         with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers):
             return super().forward(*args, **kwargs)

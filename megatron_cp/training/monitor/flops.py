@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.hybrid_pattern import ahead_of
+from megatron_cp.models.hybrid_pattern import mtp_layers_of
 from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape
 
 
@@ -61,7 +61,7 @@ def numbered_layer_types(model: ModelConfig) -> list[tuple[int, str]]:
     if model.architecture == "hybrid":  # megatron-core restarts the numbering for MTP layers
         return [
             *main,
-            *(layer for depth in ahead_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
+            *(layer for depth in mtp_layers_of(model.hybrid_layer_pattern) for layer in enumerate(depth, start=1)),
         ]
     numbers = (1 if model.mtp_use_repeated_layer else depth + 1 for depth in range(model.mtp_num_layers or 0))
     return [*main, *((number, main[-1][1]) for number in numbers)]

@@ -68,4 +68,4 @@ def load() -> None:
     if kernel.fused_kernel is None:
         raise FileNotFoundError(f"no mamba_ssm and causal_conv1d in {folder}")
     if not pretended:
-        kernel.wants_fused_kernel = lambda x: x.dtype != torch.float64
+        kernel.prefers_fused_kernel = lambda x: x.dtype != torch.float64

@@ -25,7 +25,7 @@ BAD = {
     "integers": ({"query_dtype": torch.int64}, "query has dtype torch.int64; supported are"),
     "odd rows": (
         {"query": (7, 1, 4, 8), "key": (7, 1, 4, 8), "value": (7, 1, 4, 8)},
-        "query has 7 rows: .* even number",
+        "query has 7 rows: .* must be even",
     ),
     "transport": ({"comm_type": "ring"}, "comm_type 'ring' is unknown; choose one of p2p, all_gather, a2a, a2a\\+p2p"),
     "no group": ({"group": None}, "group is None, not a process group: without one"),

@@ -363,4 +363,4 @@ def _gradients_with_a_graph() -> list[str]:
 def test_gradients_may_have_a_graph_but_no_derivatives():
     """Not even where nobody would notice: a second derivative that is left out of a sum."""
     for said in run_ranks(_gradients_with_a_graph, 4):
-        assert len(said) == 8 and all("no second derivatives" in text for text in said), said
+        assert len(said) == 8 and all("second derivatives are not supported" in text for text in said), said

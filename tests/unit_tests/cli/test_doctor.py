@@ -60,14 +60,14 @@ def test_a_complete_gpu_machine(run):
     assert "  NVIDIA driver      580.65.06, supports CUDA 13.0 and older\n" in out
     assert "  transformer-engine 2.17.1\n" in out
     assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 supports this" in out
-    assert "  fused kernels      rotary embedding, sums of weight gradients, cross-entropy" in out
+    assert "  fused kernels      rotary embedding, weight gradient sums, cross-entropy" in out
     assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
 
 
 def test_experts_are_among_the_fused_kernels(run):
     recipe = "nemotron_3_nano_128k_dynamic_cp_pretrain_config"
-    fused = "  fused kernels      sums of weight gradients, cross-entropy"
-    assert f"{fused}, products of experts\n" in run(GPU_MACHINE, "--recipe", recipe)[1]
+    fused = "  fused kernels      weight gradient sums, cross-entropy"
+    assert f"{fused}, grouped experts\n" in run(GPU_MACHINE, "--recipe", recipe)[1]
     assert f"{fused}\n" in run(GPU_MACHINE, "--recipe", recipe, "model.moe_grouped_gemm=false")[1]
 
 

@@ -132,19 +132,19 @@ def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
     assert shown.err == "2 of 3 samples cut to --longest 150\n"
     path.write_text("1000000")
     assert main(options) == 2
-    assert "cut the sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
+    assert "a shorter sample (--max-seqlen-per-rank, --ranks, --longest)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
         ("12 twelve", [], "'twelve' is not a whole number"),
-        ("", [], "holds no lengths"),
+        ("", [], "has no lengths"),
         ("0 5", [], "'0' is not a whole number of 1 or more"),
         ("9000", ["--max-seqlen-per-rank", "64"], "sample 0 of 9000 tokens does not fit"),
         ("10", ["--sync-ranks", "3"], "sync_ranks=3"),
         ("10", ["--static-cp-size", "5"], "cp_size=5"),
-        ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is no length in tokens"),
+        ("10\n99999999999999999999999", [], "lengths.txt:2: a number of 23 digits is too long for a length"),
         ("9" * 5000, [], "a number of 5000 digits"),
         ("10", ["--iteration", "3"], "Fix: use it with --from-run"),
         ("10", ["--seed", "0"], "Fix: use it with --distribution"),
@@ -321,9 +321,7 @@ def test_the_other_names_of_an_index_lead_to_it(tmp_path, capsys):
         assert f"has no lengths. Fix: --lengths {tmp_path / 'text.idx'}\n" in capsys.readouterr().err
     (tmp_path / "text.idx").unlink()
     assert main(["--lengths", str(tmp_path / "text.bin"), "--ranks", "4"]) == 2
-    message = (
-        "a file of lengths has whole numbers, one a line or separated by spaces; this one is not UTF-8 text (byte 0)"
-    )
+    message = "a file of lengths must have whole numbers, one a line or separated by spaces; the file is not UTF-8 text"
     assert f"text.bin: {message}" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def test_a_fault_ends_with_one_and_says_where_to_look() -> None:
     code, out, _ = of_all_ranks("--steps", "1", fault="skipped_hop")
     text = " ".join(out.split())
     assert code == 1 and "DIFFERENT" in text and "WRONG" in text and "EQUAL" not in text, out
-    assert "attention probe failed" in text and "the groups do not communicate as they should" in text, out
+    assert "attention probe failed" in text and "the groups do not communicate correctly" in text, out
 
 
 def test_batches_that_cannot_be_used_are_the_verdict() -> None:

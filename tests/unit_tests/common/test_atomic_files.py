@@ -11,7 +11,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_all_paths_appear_together_or_stay_as_they_were(tmp_path: Path) -> None:
+def test_all_paths_appear_or_stay_unchanged(tmp_path: Path) -> None:
     file, folder = tmp_path / "file", tmp_path / "folder"
     write_text(file, "old")
     with pytest.raises(KeyError), written_aside(file, folder) as (aside, inside):

@@ -15,7 +15,7 @@ from megatron_cp.training.checkpoint.files import LATEST, latest_iteration
 
 def test_a_pipe_is_read_to_its_end_and_its_writer_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="Is a pipe that nobody has written to"):
+    with pytest.raises(OSError, match="Is a pipe without a writer"):
         read_bytes(tmp_path / "pipe")
     reader, writer = os.pipe()
     threading.Timer(0.2, lambda: (os.write(writer, b"late"), os.close(writer))).start()
@@ -27,7 +27,7 @@ NO_FILES = [("/dev/zero", "Is a device"), ("/", "Is a directory"), ("/none", "No
 
 
 @pytest.mark.parametrize(("path", "says"), NO_FILES)
-def test_what_is_no_file_is_refused(path: str, says: str) -> None:
+def test_devices_and_folders_are_refused(path: str, says: str) -> None:
     with pytest.raises(OSError, match=says):
         read_bytes(path)
 

@@ -13,7 +13,7 @@ import yaml
 from megatron_cp.cli import main
 from megatron_cp.common import terminal
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
-from megatron_cp.common.interpolation import FromEnvironment, as_written, looked_up
+from megatron_cp.common.interpolation import FromEnvironment, as_written, substitute_environment
 from megatron_cp.config.recipes import load_recipe, to_yaml
 from megatron_cp.config.run_config import RunConfig, settings_affecting
 from megatron_cp.config.setting import DATA
@@ -168,8 +168,8 @@ def test_the_variables_are_named_and_the_dry_run_keeps_them(
     assert len(caplog.messages) == 1
 
 
-def test_a_written_text_is_looked_up() -> None:
-    found = looked_up("/data/${oc.env:SECRET}/${oc.env:NOT_SET}/${oc.env:NOT_SET,here}")
+def test_environment_variables_are_substituted() -> None:
+    found = substitute_environment("/data/${oc.env:SECRET}/${oc.env:NOT_SET}/${oc.env:NOT_SET,here}")
     assert found == f"/data/{SECRET}/${{oc.env:NOT_SET}}/here" and isinstance(found, FromEnvironment)
     assert as_written({"a": [found, 1]}) == {"a": [found.written, 1]}
-    assert type(looked_up("/data/tokenizer")) is str
+    assert type(substitute_environment("/data/tokenizer")) is str

@@ -36,7 +36,7 @@ def made() -> Iterator[Made]:
     made.may.set()
 
 
-def test_the_next_value_is_made_while_the_last_one_is_used(made: Made) -> None:
+def test_the_next_value_is_prefetched(made: Made) -> None:
     with closing(Prefetch(count=None, name="maker")) as ahead:
         assert ahead.take(made, 1) == 1
         made.begun.clear()
@@ -49,7 +49,7 @@ def test_the_next_value_is_made_while_the_last_one_is_used(made: Made) -> None:
 
 
 @pytest.mark.parametrize(("count", "asked"), [(None, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1]), (0, [0, 1])])
-def test_nothing_is_begun_that_will_not_be_taken(made: Made, count: int | None, asked: list[int]) -> None:
+def test_no_value_beyond_the_count_is_started(made: Made, count: int | None, asked: list[int]) -> None:
     with closing(Prefetch(count=count, name="maker")) as ahead:
         for number in range(2):
             ahead.take(made, number)
@@ -58,7 +58,7 @@ def test_nothing_is_begun_that_will_not_be_taken(made: Made, count: int | None, 
         assert made.asked == asked
 
 
-def test_an_error_is_raised_where_the_value_is_wanted_and_again(made: Made) -> None:
+def test_an_error_is_raised_by_take_each_time(made: Made) -> None:
     with closing(Prefetch(count=None, name="maker")) as ahead:
         ahead.begin(made, KeyError("lost"))
         ahead.settle()
@@ -69,7 +69,7 @@ def test_an_error_is_raised_where_the_value_is_wanted_and_again(made: Made) -> N
         assert ahead.take(made, 1) == 1
 
 
-def test_what_is_forgotten_runs_no_more() -> None:
+def test_forget_ends_the_computation() -> None:
     made = Made(may=False)
     with closing(Prefetch(count=None, name="maker")) as ahead:
         ahead.begin(made, 1)

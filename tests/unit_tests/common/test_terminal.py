@@ -95,7 +95,7 @@ def test_names_on_the_command_line(arguments: list[str], capfd: pytest.CaptureFi
     assert "\\x1b" in said(capfd)
 
 
-def test_a_report_of_somebody_elses_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_foreign_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / ("".join(ESCAPES.values()) + "\nline")
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0, "timers_s": {"\\u001b[2J": 1.0}}\n')

@@ -322,7 +322,7 @@ def test_a_recipe_of_ones_own(tmp_path):
         ("defaults: [5]", "Unsupported type in defaults"),
         ("defaults: [[a]]", "Unsupported type in defaults"),
         ("defaults: [{5: a}]", "key in the defaults list is not text"),
-        ("defaults: [mine, _self_]", "names itself in its defaults list"),
+        ("defaults: [mine, _self_]", "included by its own defaults list"),
         (f"model: {'[' * 3000}{']' * 3000}", "mine.yaml is nested deeper than 32 levels"),
         (f"model: {{num_layers: {'9' * 5000}}}", "cannot compose"),
     ],

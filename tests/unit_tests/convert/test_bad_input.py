@@ -70,7 +70,7 @@ BROKEN = {
     ),
     "no family": (lambda f: change(f, model_type=None), "model_type None has no counterpart"),
     "activation": (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu"),
-    "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: there is no counterpart"),
+    "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: not supported"),
     "quantized": (lambda f: change(f, quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (
         lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
@@ -88,11 +88,11 @@ BROKEN = {
                 "rope_theta": 1e4,
             },
         ),
-        "rope_scaling.original_max_position_embeddings=4096: megatron-core has 8192 built in",
+        "rope_scaling.original_max_position_embeddings=4096: must be 8192, fixed in megatron-core",
     ),
     "rope base": (
         lambda f: change(f, rope_parameters={"rope_type": "default", "rope_theta": 10000.5}),
-        "rope_theta=10000.5: megatron-core takes whole numbers",
+        "rope_theta=10000.5: must be a whole number above 0",
     ),
     "wrong type": (lambda f: change(f, hidden_size="wide"), "hidden_size"),
     "no weights": (lambda f: os.remove(f / "hf/model.safetensors"), "has neither model.safetensors nor"),

@@ -1,4 +1,4 @@
-"""Who is there, asked through one store by any number of ranks: what is found, and how many requests it takes."""
+"""Failure reports through one store, of any number of ranks."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ RANKS = 2000
 
 
 class Counting:
-    """A store that counts what it is asked."""
+    """Store that counts requests."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
@@ -26,52 +26,52 @@ class Counting:
         return ask
 
 
-def boards(store: object, ranks: int = RANKS, patience: float = 0.4) -> list[FailureStore]:
+def stores(store: object, ranks: int = RANKS, patience: float = 0.4) -> list[FailureStore]:
     return [FailureStore(store, rank, ranks, patience) for rank in range(ranks)]
 
 
-def test_a_large_world_finds_out_in_few_requests() -> None:
+def test_a_large_world_reports_in_few_requests() -> None:
     store = Counting()
-    world = boards(store, patience=60.0)
+    world = stores(store, patience=60.0)
     lost = {7: "out of memory", 40: "[Errno 5] Input/output error"}
     for rank, why in lost.items():
-        world[rank].fell(why)
+        world[rank].report_failure(why)
     found: list[tuple[str, int, bool]] = []
-    first = threading.Thread(target=lambda: found.append(world[1].find_out("forward of iteration 3")))
+    first = threading.Thread(target=lambda: found.append(world[1].diagnose("forward of iteration 3")))
     first.start()
-    living = [board for rank, board in enumerate(world) if rank not in lost]
-    for board in living:
-        assert board.alarm()
-        board.sign("forward of iteration 3")
+    living = [failures for rank, failures in enumerate(world) if rank not in lost]
+    for failures in living:
+        assert failures.alarm()
+        failures.report_alive("forward of iteration 3")
     first.join(30.0)  # all have signed: nobody waits for a time to pass
-    found += [board.find_out("forward of iteration 3") for board in living[1:]]
+    found += [failures.diagnose("forward of iteration 3") for failures in living[1:]]
     why = "rank 7 had failed: out of memory; rank 40 had failed: [Errno 5] Input/output error"
     assert set(found) == {(why, 0, False)} and len(found) == len(living)
     assert store.asked.total() < 10 * RANKS, store.asked
 
 
-def test_who_does_not_sign_is_waited_for_once() -> None:
-    world = boards(Counting())
-    for board in world[:-3]:
-        board.sign("")
+def test_missing_reports_are_waited_for_once() -> None:
+    world = stores(Counting())
+    for failures in world[:-3]:
+        failures.report_alive("")
     began = time.monotonic()
-    found = [board.find_out("") for board in world[:-3]]
-    assert set(found) == {("ranks 1997-1999 are gone (killed, crashed or frozen)", 0, False)}
+    found = [failures.diagnose("") for failures in world[:-3]]
+    assert set(found) == {("ranks 1997-1999 do not answer (killed, crashed or frozen)", 0, False)}
     assert time.monotonic() - began < 10.0  # 0.4 seconds for each would be 13 minutes
 
 
-def test_who_asked_first_is_gone_too() -> None:
+def test_a_lost_collector_is_named() -> None:
     store = dist.HashStore()
-    world = boards(store, 3)
+    world = stores(store, 3)
     store.set("collector", "2")
-    assert world[1].find_out("") == ("rank 2, which asked who is there, is gone before it could tell", 1, False)
+    assert world[1].diagnose("") == ("rank 2 collected the reports and exited before it wrote the result", 1, False)
 
 
-def test_all_are_there() -> None:
-    first, second = boards(dist.HashStore(), 2)
-    first.sign("data of iteration 1")
+def test_all_ranks_answer() -> None:
+    first, second = stores(dist.HashStore(), 2)
+    first.report_alive("data of iteration 1")
     why = "every rank still answers (rank 0: data of iteration 1; rank 1: set-up)"
-    assert second.find_out("set-up") == (why, 0, True)
+    assert second.diagnose("set-up") == (why, 0, True)
 
 
 def test_many_reasons_are_cut_short() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that hear nothing of a lost one by themselves, as with NCCL: their threads end them."""
+"""Ranks without an exception for a lost rank, as with NCCL, exit by a thread."""
 
 import sys
 import threading
@@ -17,29 +17,29 @@ from megatron_cp.launch.store_watch import completing, stop_watching, watch
 from tests.ranks import RanksFailed, run_ranks
 
 RANKS, FALLING = 3, 2
-SAID = "megatron-cp: rank 0, forward of iteration 3: waited in vain because rank 2 had failed: out of memory. Start the"
+MESSAGE = "megatron-cp: rank 0, forward of iteration 3: aborting because rank 2 had failed: out of memory. Fix: "
 
 
-def waiting(folder: str, port: int, last_words: Any) -> None:
-    """The last rank fails; the others' main threads wait for what never comes."""
+def waiting(folder: str, port: int, blocks: Any) -> None:
+    """The last rank fails; the others' main threads block forever."""
     health_monitor._GRACE = 1.0
     rank = dist.get_rank()
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
     store = dist.TCPStore("localhost", port)
-    roll = HealthMonitor(store)
-    roll.doing = lambda: "forward of iteration 3"
+    monitor = HealthMonitor(store)
+    monitor.doing = lambda: "forward of iteration 3"
     dist.barrier()
     if rank == FALLING:
-        assert "out of GPU memory" in str(roll.explain(torch.OutOfMemoryError("tried to allocate 2 GiB")))
+        assert "out of GPU memory" in str(monitor.explain(torch.OutOfMemoryError("tried to allocate 2 GiB")))
         return
-    last_words(folder, store)
+    blocks(folder, store)
     time.sleep(300.0)
 
 
-def end(tmp_path: Path, last_words: Any) -> str:
+def end(tmp_path: Path, blocks: Any) -> str:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(waiting, RANKS, str(tmp_path), store.port, last_words, timeout=120, grace=60)
+        run_ranks(waiting, RANKS, str(tmp_path), store.port, blocks, timeout=120, grace=60)
     report = str(failed.value)
     assert report.count("died without a report (exit 1)") == RANKS - 1 and f"rank {FALLING} of" not in report, report
     return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*")))
@@ -49,15 +49,15 @@ def nothing(folder: str, store: dist.Store) -> None:
     pass
 
 
-def as_nccl_meets(folder: str, store: dist.Store) -> None:
+def as_nccl_waits(folder: str, store: dist.Store) -> None:
     store.get("what another rank would have written")
 
 
-@pytest.mark.parametrize("waits", [nothing, as_nccl_meets])
-def test_a_rank_that_waits_in_vain_is_ended_and_one_says_why(waits: Any, tmp_path: Path) -> None:
-    """Also in the store itself, as the first collective of a group does with NCCL."""
+@pytest.mark.parametrize("waits", [nothing, as_nccl_waits])
+def test_blocked_ranks_exit_and_one_reports_why(waits: Any, tmp_path: Path) -> None:
+    """Also in a store request, as in a group's first collective with NCCL."""
     text = end(tmp_path, waits)
-    assert text.startswith(SAID) and text.count("\n") == 1, text
+    assert text.startswith(MESSAGE) and text.count("\n") == 1, text
 
 
 def complete(folder: str, store: dist.Store) -> None:
@@ -68,22 +68,22 @@ def complete(folder: str, store: dist.Store) -> None:
 
 def test_a_save_that_can_complete_is_completed(tmp_path: Path) -> None:
     text = end(tmp_path, complete)
-    assert text.startswith(SAID), text
+    assert text.startswith(MESSAGE), text
     assert {path.name for path in tmp_path.glob("completed*")} == {"completed0", "completed1"}
 
 
 def threads_after_the_end() -> list[str]:
     store = dist.PrefixStore("end", common_store())
     watch(store, 0.1)
-    roll = HealthMonitor(store)
+    monitor = HealthMonitor(store)
     time.sleep(0.05)
-    roll.close()
+    monitor.close()
     stop_watching()
     return [each.name for each in threading.enumerate()]
 
 
-def test_no_thread_asks_the_store_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes back from a request then aborts the process."""
+def test_no_thread_requests_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that returns from a request then aborts the process."""
     monkeypatch.setattr(health_monitor, "_LOOK", 0.001)
     for names in run_ranks(threads_after_the_end, 2):
-        assert not {"roll-call", "store watch", "store request"} & set(names), names
+        assert not {"health monitor", "store watch", "store request"} & set(names), names

@@ -1,4 +1,4 @@
-"""Every kind of exchange whose peer is killed, leaves or freezes: one message that names the peer, and no traceback."""
+"""Each kind of exchange with a lost peer ends in one message."""
 
 import os
 import signal
@@ -110,7 +110,7 @@ def in_a_hook() -> None:
 
 
 def after_an_error() -> None:
-    """As where an error is caught for all ranks to be told. gloo's text is another one, without its name."""
+    """As where an error is caught and published to all ranks; gloo's text has no name."""
     try:
         receive()
     except RuntimeError:
@@ -152,7 +152,7 @@ def frozen() -> None:
 
 
 def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Callable[[], None]) -> None:
-    """Write what this rank reports, and whether it is the one to report it."""
+    """Write this rank's report, and whether this rank prints it."""
     health_monitor._LOOK = 0.1
     FailureStore.__init__.__defaults__ = (2.0,)  # seconds to sign
     rank, store = int(os.environ["RANK"]), dist.TCPStore("127.0.0.1", port)
@@ -182,7 +182,7 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
     os._exit(0)
 
 
-def said_about(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> list[str]:
+def errors_of(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> list[str]:
     with closing(Store()) as store, suppress(AssertionError):
         run_ranks(lose_a_peer, RANKS, str(tmp_path), store.port, exchange, lost, timeout=60, grace=25)
     return [(tmp_path / f"said{rank}").read_text() for rank in range(RANKS - 1)]
@@ -214,10 +214,10 @@ WAYS = [
 
 @pytest.mark.parametrize(("exchange", "lost"), WAYS)
 def test_a_lost_peer_is_named(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> None:
-    said = said_about(tmp_path, exchange, lost)
-    assert said[0].startswith("False rank 0, set-up: ") and said[1].startswith("True rank 1, set-up: "), said
-    for text in said:
-        assert "failed because rank 2 is gone (killed, crashed or frozen). It said: " in text, text
+    errors = errors_of(tmp_path, exchange, lost)
+    assert errors[0].startswith("False rank 0, set-up: ") and errors[1].startswith("True rank 1, set-up: "), errors
+    for text in errors:
+        assert "failed because rank 2 does not answer (killed, crashed or frozen). Error: " in text, text
 
 
 def mismatched() -> None:
@@ -241,12 +241,12 @@ def receive_or_gather() -> None:
 
 
 def test_a_wrong_argument_keeps_its_traceback(tmp_path: Path) -> None:
-    said = said_about(tmp_path, mismatched, keep_them_waiting)
-    assert said[0].startswith("Traceback"), said
-    assert "failed because rank 0 had failed" in said[1], said
+    errors = errors_of(tmp_path, mismatched, keep_them_waiting)
+    assert errors[0].startswith("Traceback"), errors
+    assert "failed because rank 0 had failed" in errors[1], errors
 
 
 def test_a_rank_that_is_late_is_named(tmp_path: Path) -> None:
-    said = said_about(tmp_path, receive_or_gather, keep_them_waiting)
-    for text in said:
-        assert "failed although every rank still answers (ranks 0-2: set-up). It said: " in text, said
+    errors = errors_of(tmp_path, receive_or_gather, keep_them_waiting)
+    for text in errors:
+        assert "failed although every rank still answers (ranks 0-2: set-up). Error: " in text, errors

@@ -1,4 +1,4 @@
-"""Ranks meet in their launcher's store, and hear there of those that cannot come or would speak by other means."""
+"""Rendezvous in the launcher's store, which reports missing ranks."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 
 def start_again(counts: list[int], late: int | None, between_nodes: bool) -> bool:
-    """Whether this start sees what an earlier one wrote into the launcher's store."""
+    """Return whether this start sees an earlier start's keys."""
     rank = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[rank])
     if between_nodes:
@@ -51,8 +51,10 @@ def start_again(counts: list[int], late: int | None, between_nodes: bool) -> boo
 
 @pytest.mark.parametrize("between_nodes", [False, True])
 def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStore, between_nodes: bool) -> None:
-    """torchrun keeps one store for all restarts: the addresses of the dead would be found there. A node counts its own
-    failures, so that the second node's failed three times here, and the first's never."""
+    """torchrun keeps one store for all restarts, with addresses of ended ranks.
+
+    A node counts its own failures: here the second node failed three times, the first never.
+    """
     for restart, late in enumerate((None, 0, 1)):
         counts = [0 if between_nodes else restart, restart]
         assert run_ranks(start_again, 2, counts, late, between_nodes) == [False, False]
@@ -60,7 +62,7 @@ def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStor
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist.TCPStore, late: int) -> None:
-    """It finds the name of a start in which nobody answers; also where all but this rank had come."""
+    """It finds the name of a start without an answer; also if all other ranks had joined."""
     launcher.set("start", "the_last")
     before = dist.PrefixStore("the_last", launcher)
     before.set("here_0", f"{HOST} nccl")
@@ -68,23 +70,23 @@ def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist
     assert run_ranks(start_again, 2, [0, 0], late, True) == [False, False]
 
 
-def test_what_was_told_in_an_earlier_start_is_forgotten(launcher: dist.TCPStore) -> None:
+def test_failures_of_an_earlier_start_are_ignored(launcher: dist.TCPStore) -> None:
     """A node that only started again with the others counts no restart."""
     launcher.set("start", "the_last")
-    launcher.set("gone", "1 rank 3, on node5, ended before all had met: its GPU was lost")
+    launcher.set("gone", "1 rank 3, on node5, exited before the rendezvous: its GPU was lost")
     assert run_ranks(start_again, 2, [0, 1], 1, True) == [False, False]
 
 
-def test_what_nccl_wrote_in_an_earlier_start_is_gone(launcher: dist.TCPStore) -> None:
-    """Its watchdog looks for this below all names, and ends a rank that finds it."""
+def test_nccl_keys_of_an_earlier_start_are_deleted(launcher: dist.TCPStore) -> None:
+    """The watchdog reads this key without a prefix, and ends the rank."""
     run_ranks(start_again, 2, [0, 0], None, True)
     launcher.set("exception_dump", "1")
     run_ranks(start_again, 2, [0, 1], None, True)
     assert not launcher.check(["exception_dump"])
 
 
-def meeting(backends: list[str | None], minutes: float) -> str:
-    """What a rank of as many as there are ``backends`` hears when it starts with its own."""
+def problem_at_rendezvous(backends: list[str | None], minutes: float) -> str:
+    """Return the problem of a rank that starts with its entry of ``backends``."""
     os.environ["WORLD_SIZE"] = str(len(backends))
     backend = backends[int(os.environ["RANK"])]
     try:
@@ -96,32 +98,32 @@ def meeting(backends: list[str | None], minutes: float) -> str:
     return ""
 
 
-def test_ranks_that_do_not_come_are_named(launcher: dist.TCPStore) -> None:
-    """A node that lacks a file ends before it meets the others."""
-    (said, again) = run_ranks(meeting, 2, [None] * 5, 0.02)
-    assert said == again and said.startswith(
-        "True ranks 2-4 did not come within 0.02 minutes (dist.distributed_timeout"
+def test_missing_ranks_are_named(launcher: dist.TCPStore) -> None:
+    """A node without a file exits before the rendezvous."""
+    (message, again) = run_ranks(problem_at_rendezvous, 2, [None] * 5, 0.02)
+    assert message == again and message.startswith(
+        "True ranks 2-4 did not reach the rendezvous within 0.02 minutes. Fix: read the logs"
     )
 
 
-def test_all_meet(launcher: dist.TCPStore) -> None:
-    assert run_ranks(meeting, 4, [None] * 4, 1.0) == [""] * 4
+def test_all_ranks_reach_the_rendezvous(launcher: dist.TCPStore) -> None:
+    assert run_ranks(problem_at_rendezvous, 4, [None] * 4, 1.0) == [""] * 4
 
 
-def test_ranks_that_would_speak_by_other_means_are_named(launcher: dist.TCPStore) -> None:
-    """As one of a node whose GPUs are not seen would, which takes gloo and not NCCL."""
-    heard = run_ranks(meeting, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
-    assert len(set(heard)) == 1 and heard[0].startswith(
-        "True the ranks would not hear each other, nothing was trained: gloo, without a GPU, on ranks 0-1, 3 "
-        f"({HOST}); staged, without a GPU, on rank 2 ({HOST}). All need the same dist.distributed_backend"
-    ), heard
+def test_different_backends_are_named(launcher: dist.TCPStore) -> None:
+    """As on a node whose GPUs are not visible, which uses gloo instead of NCCL."""
+    reports = run_ranks(problem_at_rendezvous, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
+    assert len(set(reports)) == 1 and reports[0].startswith(
+        "True ranks use different communication backends; training not started: gloo, without a GPU, on ranks 0-1, 3 "
+        f"({HOST}); staged, without a GPU, on rank 2 ({HOST}). Fix: the same dist.distributed_backend"
+    ), reports
 
 
-def with_one_that_cannot(restarts: str, fail: Callable[[], None]) -> str:
-    """What two of three ranks, on two nodes, hear of the last one."""
+def with_a_failing_rank(restarts: str, fail: Callable[[], None]) -> str:
+    """Return two of three ranks' error about the last one, on two nodes."""
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
     if os.environ["RANK"] == "2":
-        cli.failures._SECONDS_TO_SPEAK = 0.0
+        cli.failures._REPORT_DELAY = 0.0
         with contextlib.suppress(ZeroDivisionError):
             fail()
         return ""
@@ -137,15 +139,15 @@ def lacks_a_file() -> None:
     publish_failure(DataError("what comes of it"))
 
 
-def test_a_rank_that_cannot_come_says_why_to_other_nodes(launcher: dist.TCPStore) -> None:
-    said = f"DataError: rank 2, on {HOST}, ended before all had met: corpus.bin: no such file"
-    assert run_ranks(with_one_that_cannot, 3, "0", lacks_a_file) == [said, said, ""]
+def test_an_early_failure_is_published_to_other_nodes(launcher: dist.TCPStore) -> None:
+    message = f"DataError: rank 2, on {HOST}, exited before the rendezvous: corpus.bin: no such file"
+    assert run_ranks(with_a_failing_rank, 3, "0", lacks_a_file) == [message, message, ""]
 
 
-def test_started_again_ranks_do_not_hear_why_one_did_not_come_before(launcher: dist.TCPStore) -> None:
-    """They have the same store."""
-    heard = run_ranks(with_one_that_cannot, 3, "1", lacks_a_file)
-    assert heard[0].startswith("RuntimeFault: rank 2 did not come within 0.02 minutes")
+def test_restarted_ranks_ignore_earlier_failures(launcher: dist.TCPStore) -> None:
+    """Both starts use the same store."""
+    reports = run_ranks(with_a_failing_rank, 3, "1", lacks_a_file)
+    assert reports[0].startswith("RuntimeFault: rank 2 did not reach the rendezvous within 0.02 minutes")
 
 
 def breaks_a_rule() -> None:
@@ -183,13 +185,15 @@ def has_a_bug() -> None:
         (has_a_bug, "ZeroDivisionError('integer division or modulo by zero')"),
     ],
 )
-def test_whatever_ends_a_rank_early_is_told_to_other_nodes(
-    launcher: dist.TCPStore, fail: Callable[[], None], said: str
+def test_every_early_exit_is_published_to_other_nodes(
+    launcher: dist.TCPStore, fail: Callable[[], None], message: str
 ) -> None:
-    """Where it would be wrong again (exit code 2), those that hear of it end so, too."""
-    heard = run_ranks(with_one_that_cannot, 3, "0", fail)
+    """Errors with exit code 2 end the other nodes with 2, too."""
+    reports = run_ranks(with_a_failing_rank, 3, "0", fail)
     kind = "DataError" if fail in (breaks_a_rule, lacks_its_corpus) else "RuntimeFault"
-    assert heard[0] == heard[1] and heard[0].startswith(f"{kind}: rank 2, on {HOST}, ended before all had met: {said}")
+    assert reports[0] == reports[1] and reports[0].startswith(
+        f"{kind}: rank 2, on {HOST}, exited before the rendezvous: {message}"
+    )
 
 
 def tell_once_met() -> None:
@@ -199,7 +203,7 @@ def tell_once_met() -> None:
     dist.barrier()
 
 
-def test_nobody_is_told_once_all_have_met(launcher: dist.TCPStore) -> None:
-    """Who keeps the store may be gone by then, and torch would print a stack for each try to reach it."""
+def test_nothing_is_published_after_the_rendezvous(launcher: dist.TCPStore) -> None:
+    """The store may be gone by then, and torch would print a stack at each try."""
     run_ranks(tell_once_met, 2)
     assert not launcher.check(["gone"])

@@ -56,7 +56,7 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 2 and "OMPI_COMM_WORLD_SIZE=4: mpirun" in capsys.readouterr().err
 
 
-def test_what_a_user_says_of_the_meeting_point_counts() -> None:
+def test_a_users_master_address_is_kept() -> None:
     os.environ.update(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     slurm.take_rank()
     assert said() == SAID | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -95,15 +95,15 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (TASK | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3: there are 3 nodes in SLURM_STEP_TASKS_PER_NODE"),
-        (TASK | {"SLURM_STEP_TASKS_PER_NODE": "3*2"}, r"SLURM_STEP_TASKS_PER_NODE=3\*2: it must be like 8\(x2\),4"),
+        (TASK | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3: must be below 3, the nodes in SLURM_STEP_TASKS_PER_NODE"),
+        (TASK | {"SLURM_STEP_TASKS_PER_NODE": "3*2"}, r"SLURM_STEP_TASKS_PER_NODE=3\*2: must be like 8\(x2\),4"),
         (TASK | {"SLURM_PROCID": "first"}, "SLURM_PROCID: the variable must be a number, got 'first'"),
         (
             {"OMPI_COMM_WORLD_SIZE": "4"},
-            "OMPI_COMM_WORLD_SIZE=4: mpirun has started so many processes and none is",
+            "OMPI_COMM_WORLD_SIZE=4: mpirun started 4 processes without RANK",
         ),
-        (TASK | {"OMPI_COMM_WORLD_SIZE": "16"}, "OMPI_COMM_WORLD_SIZE=16: mpirun has started"),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpiexec has started so many"),
+        (TASK | {"OMPI_COMM_WORLD_SIZE": "16"}, "OMPI_COMM_WORLD_SIZE=16: mpirun started"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpiexec started 2 processes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str) -> None:

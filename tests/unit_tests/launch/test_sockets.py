@@ -100,7 +100,7 @@ def test_two_runs_on_this_machine(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
-def test_launchers_of_two_nodes_listen_where_they_are_told(launch: Launch, tmp_path: Path, backend: str) -> None:
+def test_launchers_of_two_nodes_listen_on_the_given_address(launch: Launch, tmp_path: Path, backend: str) -> None:
     port, where = free_port(), ["--nnodes=2", "--nproc_per_node=1"]
     if backend == "c10d":
         where += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.2:{port}", "--rdzv_conf=is_host={}"]
@@ -233,9 +233,9 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
         assert listening(psutil.Process()) >= {"0.0.0.0"}
 
 
-def test_a_program_that_answers_nobody_is_not_waited_for(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_program_on_the_port_times_out(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_SECONDS_TO_ANSWER", 0.5)
-    with pytest.raises(sockets.PortError, match=f"port {taken} of 127.0.0.1: what listens there did not answer in 2 "):
+    with pytest.raises(sockets.PortError, match=f"port {taken} of 127.0.0.1: no store answered within 2 "):
         sockets.tcp_store("127.0.0.1", taken, timeout=timedelta(seconds=1))
 
 
@@ -245,4 +245,4 @@ def test_a_rank_does_not_wait_for_a_launcher_that_is_gone(
     monkeypatch.setattr(sockets, "_SECONDS_REFUSED", 0.3)
     without_launcher.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     ((text, _),) = run_ranks(keep_the_store, 1, "127.0.0.1", 60.0, timeout=55.0)
-    assert "the launcher, which keeps the store of torch.distributed there, is gone. Start the run again" in text
+    assert "the launcher exited, and with it the store of torch.distributed. Fix: start the run again" in text

@@ -1,4 +1,4 @@
-"""A frozen process that keeps torch.distributed's store: what asks it ends within the time limit and says so."""
+"""Requests to a frozen store end within the time limit."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
 
 
 def test_a_request_ends_within_its_limit(keeper: Keeper) -> None:
-    """torch's own client waits until the process is gone, whatever timeout it has."""
+    """torch's client ignores its timeout and waits until the process ends."""
     store = dist.TCPStore("127.0.0.1", keeper.port)
     store.set("key", "value")
     assert BoundedStore(store, 30.0).get("key") == b"value"
@@ -76,7 +76,7 @@ def test_a_request_ends_within_its_limit(keeper: Keeper) -> None:
         assert time.monotonic() - began < 30.0
 
 
-def test_what_goes_wrong_is_raised_where_it_was_asked() -> None:
+def test_errors_are_raised_in_the_calling_thread() -> None:
     with pytest.raises(ZeroDivisionError):
         within(5.0, lambda: 1 // 0)
 
@@ -99,9 +99,9 @@ def begin(seconds: float) -> str:
 
 def test_ranks_do_not_wait_for_each_other_in_a_frozen_store(keeper: Keeper) -> None:
     keeper.freeze()
-    heard = run_ranks(begin, 2, 1.0)
-    assert [text.split(":")[0] for text in heard] == ["False rank 0", "True rank 1"], heard
-    assert all(SILENT in text and "has not answered for 1.2 seconds" in text for text in heard), heard
+    reports = run_ranks(begin, 2, 1.0)
+    assert [text.split(":")[0] for text in reports] == ["False rank 0", "True rank 1"], reports
+    assert all(SILENT in text and "has not answered for 1.2 seconds" in text for text in reports), reports
 
 
 def wait(folder: str, how: str, keeper: int) -> None:
@@ -115,8 +115,8 @@ def wait(folder: str, how: str, keeper: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["frozen", "gone"])
-def test_ranks_that_wait_are_ended_and_one_says_why(keeper: Keeper, how: str, tmp_path: Path) -> None:
-    """As in a step, or in a store request of torch's own."""
+def test_waiting_ranks_exit_and_one_reports_why(keeper: Keeper, how: str, tmp_path: Path) -> None:
+    """As in a step, or in one of torch's own store requests."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(wait, 2, str(tmp_path), how, keeper.pid, timeout=40.0, grace=20.0)
     assert str(failed.value).count("died without a report (exit 1)") == 2, failed.value

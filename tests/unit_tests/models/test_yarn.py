@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_cp.models.build import Build
-from megatron_cp.models.builder import lengthen_positions
+from megatron_cp.models.builder import apply_yarn
 from megatron_cp.models.families import hf_from_model
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.models.yarn import concentration
@@ -51,7 +51,7 @@ def test_frequencies_and_concentration_are_those_of_others(name: str) -> None:
     plain = 1.0 / (int(model.rotary_base) ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
     ours = torch.nn.Module()
     ours.inv_freq = plain.clone()
-    lengthen_positions(SimpleNamespace(rotary_pos_emb=ours), Build(model, None, None, 0, object))
+    apply_yarn(SimpleNamespace(rotary_pos_emb=ours), Build(model, None, None, 0, object))
 
     upstream = YarnRotaryEmbedding(
         64,

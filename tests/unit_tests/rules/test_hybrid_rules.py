@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.models.hybrid_pattern import ahead_of, layers_of, with_stages
+from megatron_cp.models.hybrid_pattern import layers_of, mtp_layers_of, with_stages
 from megatron_cp.rules import check
 
 MODEL = {
@@ -149,12 +149,14 @@ def test_stages_count_layers_only(pattern: str, rules: set[str]) -> None:
 def test_stages_of_a_pattern() -> None:
     assert with_stages("M*M-", 2) == "M*|M-" and with_stages("M|*M-", 2) == "M|*M-" == with_stages("M|*M-", 2)
     assert with_stages("M|*M-", 1) == layers_of("M|*M-") == "M*M-"
-    with pytest.raises(ValueError, match="do not divide over 3"):
+    with pytest.raises(ValueError, match="not divisible by 3"):
         with_stages("M*M-", 3)
-    with pytest.raises(ValueError, match="marks 2 pipeline stages, and 4"):
+    with pytest.raises(ValueError, match="has 2 pipeline stages; 4"):
         with_stages("M*|M-", 4)
     assert with_stages("M*M-/*M/*M", 2) == "M*|M-/*M/*M" and with_stages("M|*M-/*", 1) == "M*M-/*"
-    assert layers_of("M|*M-/*M/*M") == "M*M-" and ahead_of("M|*M-/*M/*M") == ["*M", "*M"] and not ahead_of("M*")
+    assert (
+        layers_of("M|*M-/*M/*M") == "M*M-" and mtp_layers_of("M|*M-/*M/*M") == ["*M", "*M"] and not mtp_layers_of("M*")
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def _turn_of_the_first() -> str:
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    monkeypatch.setattr("megatron_cp.launch.failures._its_turn", _turn_of_the_first)
-    monkeypatch.setattr("megatron_cp.launch.failures._SECONDS_TO_SPEAK", 0.0)
+    monkeypatch.setattr("megatron_cp.launch.failures._wait_for_turn", _turn_of_the_first)
+    monkeypatch.setattr("megatron_cp.launch.failures._REPORT_DELAY", 0.0)
 
     def call(
         *arguments: str, ranks: int = 2, before: Any = None, same_code: bool = True, recipe: str | None = None

@@ -82,13 +82,13 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout
     assert all(float(code.split()[1]) < 30 for code in codes.values()), codes
     assert "Traceback" not in text, text
     if dying == 0:  # and with it the store
-        assert "rank 0 is gone" in text, text
+        assert "rank 0 exited, and with it the store" in text, text
     else:
-        found = re.findall(r"megatron-cp: rank (\d), (\w+) of iteration 3: (.*) failed because (.*?)\. It said", text)
+        found = re.findall(r"megatron-cp: rank (\d), (\w+) of iteration 3: (.*) failed because (.*?)\. Error", text)
         assert len(found) == 1, text
         assert (
             found[0][:2] == ("0", "forward_backward")
-            and found[0][3] == f"rank {dying} is gone (killed, crashed or frozen)"
+            and found[0][3] == f"rank {dying} does not answer (killed, crashed or frozen)"
         ), found
         assert "last checkpoint" in text
     assert (tmp_path / "run" / LATEST).read_text() == "2"
@@ -129,7 +129,7 @@ def test_a_rank_that_is_frozen_is_named_after_the_timeout(
     if frozen == 0:
         assert "because rank 0, which keeps torch.distributed's store at 127.0.0.1:" in text, text
     else:
-        assert "failed because rank 1 is gone (killed, crashed or frozen). It said:" in text, text
+        assert "failed because rank 1 does not answer (killed, crashed or frozen). Error:" in text, text
     assert text.count("megatron-cp: rank") == 1 and "Traceback" not in text, text
 
 

@@ -1,1 +1,1 @@
-"""What model families share."""
+"""Settings and weight mappings shared by model families."""

@@ -1,6 +1,6 @@
-"""A model family: its names, its settings in ``config.json`` and in :class:`ModelConfig`, its weights.
+"""Model families: names, settings on both sides, weights.
 
-Both directions are exact or refused: nothing that would change what the model computes is left out or rounded.
+Both directions are exact or refused: nothing that changes the computation is left out or rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.weights import WeightNames
 
-# Settings of a model that distinguish families, the most important first.
+# Settings of a model that distinguish families, most important first.
 WINDOW = NAME.model.window_size.removeprefix("model.")
 FEATURES = (
     "multi_latent_attention",
@@ -26,14 +26,14 @@ FEATURES = (
     "qk_layernorm",
     "add_qkv_bias",
 )
-# The largest padding unit that a published vocabulary is held against: any padding would be part of the softmax.
+# Largest padding unit that may divide a published vocabulary: no padding is added, which would enter the softmax.
 _VOCABULARY_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
 class Problems:
-    """All that stands in the way."""
+    """Collected violations of one conversion."""
 
-    def __init__(self, fix: str = "choose another model: this one has no counterpart") -> None:
+    def __init__(self, fix: str = "choose another model; this one is not supported") -> None:
         self._fix = fix
         self._found: list[Violation] = []
 
@@ -41,8 +41,8 @@ class Problems:
         if not holds:
             self._found.append(Violation("", "error", field, message, self._fix, value))
 
-    def tell(self) -> None:
-        """Raises ConfigError where there is anything."""
+    def raise_if_any(self) -> None:
+        """Raise ConfigError with all violations, if there are any."""
         if self._found:
             raise ConfigError(self._found)
 
@@ -55,27 +55,27 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-SAME = ""  # the name that it has in ModelConfig
+SAME = ""  # same name in ModelConfig
 
 
-def called(**names: str) -> dict[str, str]:
-    """Settings of ModelConfig by the names that they have in ``config.json``."""
+def hf_names(**names: str) -> dict[str, str]:
+    """Map names in ``config.json`` to names in ModelConfig, from ``own="published"``."""
     return {name or own: own for own, name in names.items()}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that are converted together. Names are those of ``config.json`` where not said otherwise.
+    """Group of settings that are converted together, by published name.
 
-    counts: whole numbers of at least 1, and their names in ModelConfig: copied both ways. Without a name ("") they are
-        only checked, and ``read`` and ``write`` convert them.
+    counts: whole numbers of at least 1, and their names in ModelConfig: copied both ways. With an empty name they are
+        only checked; ``read`` and ``write`` convert them.
     optional: counts that may be null or absent.
     numbers: numbers above 0, and their names in ModelConfig.
     switches: true or false, and their names in ModelConfig; null is false.
-    needed: settings of ModelConfig that have one value in these models. An import sets them, an export requires them.
-    given: settings that have one value in these models. An import requires them where present, an export writes them.
-        Of a tuple of equivalent values the first is written.
-    written: settings that an export writes, and an import ignores.
+    needed: settings of ModelConfig with a fixed value in these models: an import sets them, an export requires them.
+    given: published settings with a fixed value: an import requires them if present, an export writes them. An export
+        writes the first of a tuple of equivalent values.
+    written: settings that an export writes and an import ignores.
     absent: settings that an import requires to be absent, null or false.
     """
 
@@ -88,24 +88,24 @@ class Settings:
     written: Mapping[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
 
-    def concern(self, source: Mapping[str, Any] | ModelConfig) -> bool:
-        """Whether the published or the own settings ``source`` are of a model that has these."""
+    def applies_to(self, source: Mapping[str, Any] | ModelConfig) -> bool:
+        """Return whether a model with these published or own settings has this group."""
         return True
 
     def copied(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return the names of counts and numbers that ``values`` hold, and their names in ModelConfig."""
+        """Map the names of counts that ``values`` has to names in ModelConfig."""
         return {**self.counts, **{name: own for name, own in self.optional.items() if values.get(name) is not None}}
 
     def check(self, values: Mapping[str, Any], problems: Problems) -> None:
-        """Check types: not every version of Hugging Face's library does."""
+        """Check types, which not every version of Hugging Face's library does."""
         for name in self.copied(values):
             value = values.get(name)
-            problems.unless(is_count(value), name, value, "a whole number of at least 1 is needed")
+            problems.unless(is_count(value), name, value, "must be a whole number of at least 1")
         for name in self.numbers:
-            problems.unless(is_positive(values.get(name)), name, values.get(name), "a number above 0 is needed")
+            problems.unless(is_positive(values.get(name)), name, values.get(name), "must be a number above 0")
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
-        """Set what :class:`ModelConfig` has of these settings; ``values`` passed :meth:`check`."""
+        """Set these settings of :class:`ModelConfig`; ``values`` passed :meth:`check`."""
         for name, own in self._names().items():
             setattr(model, own, values.get(name))
         for name, own in self.switches.items():
@@ -114,16 +114,16 @@ class Settings:
             setattr(model, own, value)
         for name, value in self.given.items():
             equivalent = value if isinstance(value, tuple) else (value,)
-            problems.unless(values.get(name, value) in equivalent, name, values.get(name), f"{equivalent[0]} is needed")
+            problems.unless(values.get(name, value) in equivalent, name, values.get(name), f"must be {equivalent[0]}")
         for name in self.absent:
-            problems.unless(not values.get(name), name, values.get(name), "there is no counterpart")
+            problems.unless(not values.get(name), name, values.get(name), "not supported")
 
     def check_needed(self, model: ModelConfig, problems: Problems) -> None:
         for own, value in self.needed.items():
-            problems.unless(getattr(model, own) == value, f"model.{own}", getattr(model, own), f"{value} is needed")
+            problems.unless(getattr(model, own) == value, f"model.{own}", getattr(model, own), f"must be {value}")
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        """Return what ``config.json`` says of these settings."""
+        """Return these settings as in ``config.json``."""
         values = {name: getattr(model, own) for name, own in {**self._names(), **self.switches}.items()}
         given = {name: value[0] if isinstance(value, tuple) else value for name, value in self.given.items()}
         return values | given | dict(self.written)
@@ -137,25 +137,25 @@ class Settings:
 class Family:
     """One ``model_type`` of Hugging Face's library; see the package's docstring.
 
-    may_have: features that its models may have. They always have those that a part needs or counts.
-    marks: further settings, of which ``needed`` has a value that distinguishes it from families of the same features.
+    optional_features: features that models may have. They always have those that a group needs or counts.
+    marks: further settings whose value in ``needed`` distinguishes the family from others of the same features.
     """
 
     model_type: str
     architecture: str
     parts: tuple[Settings, ...]
     weights: WeightNames
-    may_have: tuple[str, ...] = ()
+    optional_features: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
 
     def fits(self, model: ModelConfig) -> tuple[bool, ...]:
-        """Whether a model of this family has what ``model`` has: its architecture, each feature, all marks."""
+        """Return matches with a model: architecture, each feature, all marks."""
         needed = {own: value for part in self.parts for own, value in part.needed.items()}
         has = {own for part in self.parts for own in part.counts.values()} | {own for own in needed if needed[own]}
         features = {own for own in FEATURES if getattr(model, own)}
-        if model.num_moe_experts is None:  # it has no router
+        if model.num_moe_experts is None:  # no router
             features.discard("moe_router_pre_softmax")
-        either = (own in self.may_have or (own in features) == (own in has) for own in FEATURES)
+        either = (own in self.optional_features or (own in features) == (own in has) for own in FEATURES)
         return (
             model.architecture == needed["architecture"],
             *either,
@@ -163,28 +163,28 @@ class Family:
         )
 
     def counts(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return the settings that count something in a published model of these settings, by both names."""
+        """Map the names of all counts in these published settings to names in ModelConfig."""
         return {name: own for part in self._of(values) for name, own in part.copied(values).items()}
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        """Return the settings of a published model.
+        """Convert published settings.
 
         Raises:
-            ConfigError: it has no counterpart; lists all reasons.
+            ConfigError: the model is not supported; lists all reasons.
         """
-        problems = Problems("the value that the model was published with")
+        problems = Problems("restore the published value")
         for part in self._of(values):
             part.check(values, problems)
-        problems.tell()
+        problems.raise_if_any()
         problems, model = Problems(), ModelConfig()
         for part in self._of(values):
             part.read(values, model, problems)
         model.make_vocab_size_divisible_by = next(n for n in _VOCABULARY_UNITS if values["vocab_size"] % n == 0)
-        problems.tell()
+        problems.raise_if_any()
         return model
 
     def check_needed(self, model: ModelConfig, problems: Problems) -> None:
-        """Report the settings of ``model`` that no model of this family has."""
+        """Report the settings of ``model`` that this family does not have."""
         for part in self._of(model):
             part.check_needed(model, problems)
 
@@ -197,11 +197,11 @@ class Family:
         return values | dict(vocab_size=rows, max_position_embeddings=_positions(model))
 
     def _of(self, source: Mapping[str, Any] | ModelConfig) -> Iterator[Settings]:
-        return (part for part in self.parts if part.concern(source))
+        return (part for part in self.parts if part.applies_to(source))
 
 
 def _positions(model: ModelConfig) -> int | None:
-    """The longest text that is declared: the training length where that is longer, but with YaRN (rule B13)."""
+    """Return the declared length: the training length if that is longer."""
     if model.yarn_length is not None or model.seq_length is None:
         return model.yarn_length or model.max_position_embeddings
     return max(model.max_position_embeddings or 0, model.seq_length)

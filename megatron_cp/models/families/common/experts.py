@@ -1,4 +1,4 @@
-"""Experts in ``config.json``: how many, how wide, and how a token's are chosen and weighted."""
+"""Experts in ``config.json``: number, width, and the router's choice and weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_positive
 
-# Settings of experts that a family without latent attention and shared experts lacks.
+# Settings of experts in families without latent attention and shared experts.
 PLAIN_EXPERTS: dict[str, Any] = dict(
     moe_shared_expert_intermediate_size=None,
     moe_router_score_function="softmax",
@@ -24,16 +24,16 @@ PLAIN_EXPERTS: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Experts(Settings):
-    """Experts that are chosen by their own scores."""
+    """Experts chosen by their own scores."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
-        chosen, most = model.moe_router_topk, f"at most the {model.num_moe_experts} experts are needed"
+        chosen, most = model.moe_router_topk, f"must be at most the number of experts, {model.num_moe_experts}"
         problems.unless(chosen <= (model.num_moe_experts or 0), "num_experts_per_tok", chosen, most)
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         balancing = model.moe_router_load_balancing_type
-        message = "experts that are chosen by their own scores are needed"
+        message = "must not be sinkhorn: experts are chosen by their own scores"
         problems.unless(balancing != "sinkhorn", NAME.model.moe_router_load_balancing_type, balancing, message)
         (width,) = (name for name, own in self.counts.items() if own == "moe_ffn_hidden_size")
         return super().write(model, problems) | {width: model.moe_ffn_hidden_size or model.ffn_hidden_size}
@@ -41,9 +41,10 @@ class Experts(Settings):
 
 @dataclass(frozen=True)
 class SoftmaxExperts(Experts):
-    """Experts in every layer, whose weights are a softmax over the chosen ones, or over all.
+    """Experts in every layer, weighted by softmax.
 
-    normalizes: whether ``norm_topk_prob`` says which of the two; without it, it is over the chosen ones.
+    normalizes: whether ``norm_topk_prob`` selects a softmax over the chosen experts or over all; if not, over the
+        chosen experts.
     """
 
     normalizes: bool = False
@@ -54,10 +55,10 @@ class SoftmaxExperts(Experts):
         normalized = not self.normalizes or bool(values.get("norm_topk_prob"))
         model.moe_router_pre_softmax = not normalized
         alone = model.moe_router_topk == 1 and normalized
-        problems.unless(not alone, "num_experts_per_tok", 1, "one expert whose weight is always 1 has no counterpart")
+        problems.unless(not alone, "num_experts_per_tok", 1, "must be above 1: a single weight would always be 1")
         step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers")
-        problems.unless(step == 1, "decoder_sparse_step", step, "experts in every layer are needed")
-        problems.unless(not dense, "mlp_only_layers", dense, "experts in every layer are needed")
+        problems.unless(step == 1, "decoder_sparse_step", step, "must be 1: experts in every layer")
+        problems.unless(not dense, "mlp_only_layers", dense, "must be empty: experts in every layer")
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         values = super().write(model, problems) | {"router_aux_loss_coef": model.moe_aux_loss_coeff}
@@ -68,46 +69,46 @@ class SoftmaxExperts(Experts):
 
 @dataclass(frozen=True)
 class GroupedExperts(Experts):
-    """Experts beside shared ones, chosen within groups; their weights are scaled.
+    """Experts beside shared experts, chosen within groups, with scaled weights.
 
-    scores_of_a_group: how many of a group's best scores are summed to choose the groups; here as many as a token has
-        experts in each.
+    scores_of_a_group: how many of a group's best scores are summed to choose groups; equal to a token's experts in each
+        group.
     """
 
     scores_of_a_group: int = 2
 
     def normalizes(self, model: ModelConfig) -> bool:
-        """Whether the chosen experts' weights sum to one. Not of one expert: its weight would always be 1."""
+        """Return whether the chosen weights sum to one; one weight would be always 1."""
         return model.moe_router_score_function == "sigmoid" and model.moe_router_topk > 1
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
         model.moe_router_dtype = "fp32"
         factor: Any = values.get("routed_scaling_factor")
-        problems.unless(is_positive(factor), "routed_scaling_factor", factor, "a number above 0 is needed")
+        problems.unless(is_positive(factor), "routed_scaling_factor", factor, "must be a number above 0")
         model.moe_router_topk_scaling_factor = float(factor) if is_positive(factor) and factor != 1 else None
         normalized, needed = bool(values.get("norm_topk_prob")), self.normalizes(model)
-        problems.unless(normalized == needed, "norm_topk_prob", normalized, f"{str(needed).lower()} is needed")
-        groups, of_them = self.groups(values, problems)
+        problems.unless(normalized == needed, "norm_topk_prob", normalized, f"must be {str(needed).lower()}")
+        groups, chosen_groups = self.groups(values, problems)
         if groups == 1:
             return
-        model.moe_router_num_groups, model.moe_router_group_topk = groups, of_them
+        model.moe_router_num_groups, model.moe_router_group_topk = groups, chosen_groups
         scores, chosen = self.scores_of_a_group, model.moe_router_topk
-        message = f"{scores} of the {chosen} experts in each group are needed"
-        problems.unless(chosen // of_them == scores, "topk_group", of_them, message)
+        message = f"must choose {scores} of the {chosen} experts in each group"
+        problems.unless(chosen // chosen_groups == scores, "topk_group", chosen_groups, message)
 
     def groups(self, values: Mapping[str, Any], problems: Problems) -> tuple[int, int]:
-        """Return how many groups there are, and how many of them hold a token's experts."""
+        """Return the number of groups, and how many of them hold a token's experts."""
         return values.get("n_group") or 1, values.get("topk_group") or 1
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        groups, of_them = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
-        fits = groups == 1 or model.moe_router_topk // of_them == self.scores_of_a_group
-        message = f"{self.scores_of_a_group} of a token's experts in each group are needed"
-        problems.unless(fits, NAME.model.moe_router_group_topk, of_them, message)
+        groups, chosen_groups = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+        fits = groups == 1 or model.moe_router_topk // chosen_groups == self.scores_of_a_group
+        message = f"must choose {self.scores_of_a_group} of a token's experts in each group"
+        problems.unless(fits, NAME.model.moe_router_group_topk, chosen_groups, message)
         return super().write(model, problems) | {
             "norm_topk_prob": self.normalizes(model),
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "n_group": groups,
-            "topk_group": of_them,
+            "topk_group": chosen_groups,
         }

@@ -1,4 +1,4 @@
-"""Rotary positions in ``config.json``: plain, linearly interpolated, Llama 3's scaling or YaRN."""
+"""Rotary positions in ``config.json``: plain, linear, Llama 3 or YaRN."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.families.common.base import Problems, Settings, is_count, is_positive
 from megatron_cp.models.yarn import concentration
 
-# The only Llama 3 scaling that megatron-core knows; its factor is free.
+# Llama 3 scaling that megatron-core implements; the factor is free.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class RotaryPositions(Settings):
-    """One set of rotary positions for all layers."""
+    """Rotary positions shared by all layers."""
 
     needed: Mapping[str, Any] = field(default_factory=lambda: dict(rotary_percent=1.0, rotary_interleaved=False))
 
@@ -28,20 +28,20 @@ class RotaryPositions(Settings):
         for name in ("rope_scaling", "rope_parameters"):
             given = values.get(name) or {}
             plain = isinstance(given, dict) and not any(isinstance(value, dict) for value in given.values())
-            problems.unless(plain, name, given, "one set of them for all layers is needed")
+            problems.unless(plain, name, given, "must be one set for all layers")
             rope |= given if plain else {}
         read_base(rope, model, problems)
         share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-        problems.unless(share == 1.0, "partial_rotary_factor", share, "1 is needed")
+        problems.unless(share == 1.0, "partial_rotary_factor", share, "must be 1")
         kind = rope.get("rope_type") or rope.get("type") or "default"
         known = kind in ("default", "linear", "llama3", "yarn")
-        problems.unless(known, "rope_type", kind, "default, linear, llama3 or yarn is needed")
+        problems.unless(known, "rope_type", kind, "must be default, linear, llama3 or yarn")
         if kind == "yarn":
             _read_yarn(rope, model, problems)
         if kind not in ("linear", "llama3"):
             return
         factor: Any = rope.get("factor")
-        problems.unless(is_positive(factor), "rope_scaling.factor", factor, "a number above 0 is needed")
+        problems.unless(is_positive(factor), "rope_scaling.factor", factor, "must be a number above 0")
         factor = float(factor) if is_positive(factor) else 1.0
         if kind == "linear":
             model.seq_len_interpolation_factor = factor
@@ -49,26 +49,27 @@ class RotaryPositions(Settings):
         model.rope_scaling, model.rope_scaling_factor = True, factor
         for name, value in _LLAMA3_ROPE.items():
             given = rope.get(name, value)
-            problems.unless(given == value, f"rope_scaling.{name}", given, f"megatron-core has {value} built in")
+            problems.unless(given == value, f"rope_scaling.{name}", given, f"must be {value}, fixed in megatron-core")
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         kind = model.position_embedding_type
-        problems.unless(kind in ("rope", "yarn"), NAME.model.position_embedding_type, kind, "rope or yarn is needed")
+        problems.unless(kind in ("rope", "yarn"), NAME.model.position_embedding_type, kind, "must be rope or yarn")
         both = model.rope_scaling and model.seq_len_interpolation_factor is not None
-        problems.unless(not both, NAME.model.rope_scaling, True, "not also seq_len_interpolation_factor is needed")
-        # The base as megatron-core takes it.
+        message = "cannot be combined with seq_len_interpolation_factor"
+        problems.unless(not both, NAME.model.rope_scaling, True, message)
+        # As megatron-core uses it: a whole number.
         return dict(rope_theta=int(model.rotary_base), rope_scaling=_rope_scaling(model))
 
 
 def read_base(rope: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
     base = model.rotary_base if rope["rope_theta"] is None else rope["rope_theta"]
     whole = is_positive(base) and base == int(base)
-    problems.unless(whole, "rope_theta", base, "megatron-core takes whole numbers above 0")
+    problems.unless(whole, "rope_theta", base, "must be a whole number above 0")
     model.rotary_base = float(base) if whole else model.rotary_base
 
 
 def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
-    """What is left out has the values that Hugging Face's library takes."""
+    """Read YaRN's settings, with the defaults of Hugging Face's library."""
     factor: Any = rope.get("factor")
     attention_factor: Any = rope.get("attention_factor")
     original: Any = rope.get("original_max_position_embeddings") or model.max_position_embeddings
@@ -76,15 +77,15 @@ def _read_yarn(rope: Mapping[str, Any], model: ModelConfig, problems: Problems) 
     numbers = {"factor": factor, "beta_fast": fast, "beta_slow": slow}
     numbers |= {} if attention_factor is None else {"attention_factor": attention_factor}
     for name, value in numbers.items():
-        problems.unless(is_positive(value), f"rope_scaling.{name}", value, "a number above 0 is needed")
-    name, message = "rope_scaling.original_max_position_embeddings", "a whole number from 1 to 2**31 is needed"
+        problems.unless(is_positive(value), f"rope_scaling.{name}", value, "must be a number above 0")
+    name, message = "rope_scaling.original_max_position_embeddings", "must be a whole number from 1 to 2**31"
     is_length = is_count(original) and original <= 2**31
     problems.unless(is_length, name, original, message)
     if not is_length or not all(map(is_positive, numbers.values())):
         return
-    # An attention factor becomes a multiple of the scaling factor's logarithm, and that of 1 is 0.
+    # An attention factor becomes a multiple of the scaling factor's logarithm, which is 0 for a factor of 1.
     stretches = factor > 1 or (factor == 1 and attention_factor in (None, 1))
-    problems.unless(stretches, "rope_scaling.factor", factor, "a number above 1 is needed")
+    problems.unless(stretches, "rope_scaling.factor", factor, "must be a number above 1")
     model.position_embedding_type = "yarn"
     model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings = float(factor), original
     model.yarn_beta_fast, model.yarn_beta_slow = float(fast), float(slow)
@@ -105,11 +106,11 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
             "beta_fast": model.yarn_beta_fast,
             "beta_slow": model.yarn_beta_slow,
         }
-        if not model.yarn_correction_range_round_to_int:  # true is the default, and older versions do not know it
+        if not model.yarn_correction_range_round_to_int:  # true is the default; older versions refuse the setting
             scaling["truncate"] = False
         if model.yarn_mscale and model.yarn_mscale_all_dim:
             return scaling | {"mscale": model.yarn_mscale, "mscale_all_dim": model.yarn_mscale_all_dim}
-        # Hugging Face's library reads no zeros.
+        # Hugging Face's library ignores zeros.
         default = model.yarn_mscale is None or model.yarn_mscale_all_dim is None
         return scaling | ({} if default else {"attention_factor": concentration(model)})
     if model.rope_scaling:

@@ -1,7 +1,7 @@
-"""What a family's tensors are called on either side, and how the one side's are made of the other's.
+"""Tensor names of a family on both sides, and conversion of tensors.
 
-megatron-core keeps the query, key and value projections in one matrix, the rows of each group of heads together (its
-queries', then its key's, then its value's), and the two halves of a gated MLP's first matrix, gate first.
+megatron-core keeps query, key and value projections in one matrix, by query group: rows of the queries, of the key, of
+the value. A gated MLP's first matrix has two halves, the gate first.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from megatron_cp.config.run_config import ModelConfig
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# Of any model: rounded, another expert would be chosen.
+# In any dtype of the model: rounding would choose other experts.
 KEPT_IN_FLOAT32 = "gate.e_score_correction_bias"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-# Published files may hold them, and nothing is lost without: computed, or the embedding once more.
+# Published tensors that may be ignored: computed, or a copy of the embedding.
 _SPARE = re.compile(r"rotary_emb\.inv_freq$")
 
-# Query, key and value projections by group of heads; two halves, one after the other, or as pairs of columns.
+# by group: query, key and value rows by query group; stacked: one half after the other; paired: pairs of columns.
 How = Literal["same", "stacked", "by group", "paired", "transposed"]
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """The published tensors of which one of megatron-core's parameters is made, in order, and how.
+    """Published tensors of one parameter, in order, and how to join them.
 
-    expert: the expert's number, where a published tensor is of all experts and the parameter is made of its slice.
+    expert: the expert's index, if a published tensor holds all experts and the parameter is a slice.
     """
 
     published: tuple[str, ...]
@@ -40,7 +40,7 @@ class WeightMapping:
     expert: int | None = None
 
     def join(self, tensors: list[Tensor], model: ModelConfig) -> Tensor:
-        """The parameter, from the published tensors or their slices."""
+        """Return the parameter from published tensors or slices of them."""
         if self.how == "paired":
             return torch.cat([tensors[0].t()[start::2] for start in range(2)])
         if self.how == "transposed":
@@ -50,7 +50,7 @@ class WeightMapping:
         return torch.cat(tensors) if self.how == "stacked" else tensors[0]
 
     def split(self, parameter: Tensor, model: ModelConfig) -> list[Tensor]:
-        """The published tensors or their slices, from the parameter; what :meth:`join` undoes."""
+        """Return the published tensors, or slices of them; inverse of :meth:`join`."""
         if self.how == "paired":
             return [torch.stack(parameter.chunk(2), dim=1).flatten(0, 1).t()]
         if self.how == "transposed":
@@ -64,23 +64,23 @@ class WeightMapping:
 
 @dataclass(frozen=True)
 class WeightNames:
-    """The published names of a family's tensors, by megatron-core's names for the parameters.
+    """Published names of a family's tensors, by megatron-core's parameter names.
 
-    layers: what stands before the number of a layer.
-    outside, in_a_layer: without and with a layer's prefix; ``{}`` is an expert's number. Several tensors make up one
-        parameter: query, key and value projections, or the halves of a gated MLP's first matrix. A published name
-        without ``{}`` is of all experts: their transposed matrices, with gate and up projection as pairs of columns.
+    layers: prefix before the layer's number.
+    outside, in_a_layer: names without and with a layer's prefix; ``{}`` is the expert's number. Several tensors make up
+        one parameter: query, key and value projections, or the halves of a gated MLP's first matrix. A published name
+        without ``{}`` holds all experts: transposed matrices, with gate and up projection as pairs of columns.
     """
 
     layers: str
     outside: Mapping[str, str]
     in_a_layer: Mapping[str, tuple[str, ...]]
 
-    def and_in_a_layer(self, further: Mapping[str, tuple[str, ...]]) -> WeightNames:
+    def with_layer_names(self, further: Mapping[str, tuple[str, ...]]) -> WeightNames:
         return WeightNames(self.layers, self.outside, {**self.in_a_layer, **further})
 
     def mapping_of(self, name: str) -> WeightMapping:
-        """What makes up the parameter that a whole, undivided model calls ``name``."""
+        """Return the mapping of a parameter, by its name in an unsharded model."""
         if name in self.outside:
             return WeightMapping((self.outside[name],), "same")
         layer = _LAYER.fullmatch(name)
@@ -98,13 +98,13 @@ class WeightNames:
         return WeightMapping(names, how, int(expert[0]) if expert and of_all else None)
 
     def is_spare(self, published: str, model: ModelConfig) -> bool:
-        """Whether a published tensor may be left where it is."""
+        """Return whether a published tensor may be ignored."""
         tied = model.share_embeddings_and_output_weights and published == self.outside[OUTPUT]
         return tied or _SPARE.search(published) is not None
 
 
 def multi_token_prediction(names: set[str]) -> set[str]:
-    """Of published tensors those of layers for multi-token prediction, after the last layer or apart from all."""
+    """Select published tensors of multi-token prediction."""
     marks = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
     prefixes = tuple(found[1] for found in map(marks.fullmatch, names) if found)
     return {name for name in names if name.startswith((*prefixes, "mtp."))}

@@ -1,4 +1,4 @@
-"""Sliding windows in ``config.json``. There a window counts the token itself, in :class:`ModelConfig` it does not."""
+"""Sliding windows in ``config.json``, which count the token itself."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from megatron_cp.models.families.common.base import Problems, Settings, is_count
 
 @dataclass(frozen=True)
 class _Window(Settings):
-    """The width of a window."""
+    """Width of a window."""
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
         window = model.window_size
         causal = window is None or (window[0] >= 0 and window[1] == 0)
-        problems.unless(causal, NAME.model.window_size, window, "[n, 0] is needed")
+        problems.unless(causal, NAME.model.window_size, window, "must be [n, 0]")
         return super().write(model, problems) | {"sliding_window": window[0] + 1 if window else None}
 
 
 @dataclass(frozen=True)
 class NoWindow(Settings):
-    """No window, also where the settings ask for one: Hugging Face's library does not read them."""
+    """No window, also if the settings have one: Hugging Face's library ignores them."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         asked = bool(values.get("use_sliding_window")) and values.get("sliding_window") is not None
         asked = asked or "sliding_attention" in str(values.get("layer_types"))
-        problems.unless(not asked, "use_sliding_window", values.get("use_sliding_window"), "no window is needed")
+        problems.unless(not asked, "use_sliding_window", values.get("use_sliding_window"), "must be false")
 
 
 @dataclass(frozen=True)
 class SlidingWindow(_Window):
-    """A window in all layers, or in none."""
+    """Window in all layers, or in none."""
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:
         super().read(values, model, problems)
         width: Any = values.get("sliding_window")
-        problems.unless(width is None or is_count(width), "sliding_window", width, "at least 1, or null, is needed")
+        problems.unless(width is None or is_count(width), "sliding_window", width, "must be at least 1 or null")
         model.window_size = [width - 1, 0] if is_count(width) else None
 
 
 @dataclass(frozen=True)
 class SwitchedWindow(SlidingWindow):
-    """A window that ``use_sliding_window`` switches on, in the layers from ``max_window_layers`` on or in listed ones.
+    """Window that ``use_sliding_window`` switches on.
+
+    It applies to layers from ``max_window_layers`` on, or to those of ``layer_types``.
 
     reads_first_layer: whether the family's models read ``max_window_layers``.
     """
@@ -60,31 +62,31 @@ class SwitchedWindow(SlidingWindow):
         have_window = have_window or [used and layer >= first for layer in range(model.num_layers)]
         if not any(have_window):
             return
-        message = "a window in all layers, and at least 1 token wide, is needed"
+        message = "must give all layers a window of at least 1 token"
         holds = used and all(have_window) and is_count(width)
         problems.unless(holds, "use_sliding_window", values.get("use_sliding_window"), message)
         model.window_size = [width - 1, 0] if holds else None
 
     def write(self, model: ModelConfig, problems: Problems) -> dict[str, Any]:
-        # Some versions apply a window whatever use_sliding_window says.
+        # Some versions ignore use_sliding_window and apply the window.
         switch = {"use_sliding_window": bool(model.window_size), "max_window_layers": 0}
         return super().write(model, problems) | switch
 
 
 @dataclass(frozen=True)
 class LayerWindows(_Window):
-    """A window in the layers that ``layer_types`` lists as ``sliding_attention``; the others see everything."""
+    """Window in the layers that ``layer_types`` lists as ``sliding_attention``."""
 
     def check(self, values: Mapping[str, Any], problems: Problems) -> None:
         super().check(values, problems)
         kinds: Any = values.get("layer_types")
         known = isinstance(kinds, list) and set(map(str, kinds)) <= {"sliding_attention", "full_attention"}
         known = known and len(kinds) == values.get("num_hidden_layers")
-        message = "sliding_attention or full_attention for each layer is needed"
+        message = "must list sliding_attention or full_attention for each layer"
         problems.unless(known, "layer_types", kinds, message)
         width: Any = values.get("sliding_window")
         unused = not (known and "sliding_attention" in kinds)
-        message = "a whole number of at least 1 is needed"
+        message = "must be a whole number of at least 1"
         problems.unless(unused or is_count(width), "sliding_window", width, message)
 
     def read(self, values: Mapping[str, Any], model: ModelConfig, problems: Problems) -> None:

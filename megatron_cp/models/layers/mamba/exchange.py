@@ -1,8 +1,8 @@
-"""Sequence for heads and back, around a Mamba layer's scan, over the ranks of a context-parallel group.
+"""Exchange of sequence for heads around a Mamba layer's scan.
 
-Before: a rank has its zigzag part of the tokens with all of its heads. In between: all tokens, in their order, with its
-share of the heads. As upstream's MambaContextParallel, but in one message instead of five, and for any number of ranks
-up to that of the heads.
+Before: a rank holds its zigzag shard of the tokens with all heads. After: all tokens in order, with a share of the
+heads. Like upstream's MambaContextParallel, but in one message instead of five, and for any number of ranks up to the
+number of heads.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megatron_cp.parallel.transfer import send
 
 
 def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout:
-    """How the tokens lie on ``size`` ranks of ``rows`` tokens each.
+    """Return the layout of the tokens on ``size`` ranks of ``rows`` tokens each.
 
     Raises:
-        ValueError: the rows are not those of the pack, or not two equal chunks.
+        ValueError: the rows do not match the pack, or are not two equal chunks.
     """
     if packed is None:
         if size > 1 and rows % 2:
-            raise ValueError(f"a Mamba layer got {rows} rows: a zigzag shard is two equal chunks, so an even number")
+            raise ValueError(f"Mamba layer: {rows} rows are odd; a zigzag shard has two equal chunks")
         return Layout.dense(rows * size, size)
     padded = packed.cu_seqlens_q_padded
     lengths = read_offsets(packed.cu_seqlens_q)
     layout = Layout.packed(lengths, None if padded is None else read_offsets(padded), size)
     if layout.rows != rows:
         raise ValueError(
-            f"a Mamba layer got {rows} rows, but the pack's sequences occupy {sum(layout.padded)} tokens, which is "
+            f"Mamba layer: {rows} rows do not match the pack, whose sequences have {sum(layout.padded)} padded tokens, "
             f"{layout.rows} on each of {size} ranks"
         )
     return layout
@@ -46,7 +46,7 @@ def token_layout(packed: PackedSeqParams | None, rows: int, size: int) -> Layout
 @functools.lru_cache(maxsize=KEPT)
 @torch.inference_mode(False)
 def sequences_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each token of a pack, in order: the number of its sequence (int32 [t]), and whether it is padding (bool)."""
+    """Return each token's sequence (int32 [t]), and whether it is padding."""
     numbers = np.repeat(np.arange(len(layout.padded), dtype=np.int32), layout.padded)
     padding = np.ones(len(numbers), dtype=bool)
     starts = np.cumsum([0, *layout.padded])
@@ -56,9 +56,10 @@ def sequences_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
-    """[s_local, b, features of all heads] -> [s, b, features of this rank's share], in the order of the tokens.
+    """Exchange a shard of the sequence for a share of the heads.
 
-    ``x`` is the input projection's output; its features are ``shape.projected``. Differentiable.
+    [s_local, b, features of all heads] becomes [s, b, features of this rank's heads], with tokens in order. ``x`` is
+    the input projection's output, with features ``shape.projected``. Differentiable.
     """
     if peers.size == 1:
         return x
@@ -70,7 +71,7 @@ def sequence_to_heads(x: Tensor, shape: MambaShape, layout: Layout, peers: Peers
 
 
 def heads_to_sequence(y: Tensor, shape: MambaShape, layout: Layout, peers: Peers) -> Tensor:
-    """[s, b, inner of this rank's share] -> [s_local, b, inner of all heads]: the way back. Differentiable."""
+    """Invert :func:`sequence_to_heads` for ``inner`` features. Differentiable."""
     if peers.size == 1:
         return y
     blocks = regroup_rows(y, layout, peers.size, inverse=True).chunk(peers.size)
@@ -81,22 +82,22 @@ def heads_to_sequence(y: Tensor, shape: MambaShape, layout: Layout, peers: Peers
     return torch.cat([block.view(*tokens, -1) for block in received.split(sizes)], dim=-1)
 
 
-def for_scan(x: Tensor, share: MambaShare) -> Tensor:
-    """This rank's share of the projections, [..., z x B C dt], with B and C as the scan wants them. Differentiable."""
-    return _groups_of_heads(x, share.shape.projected, slice(2, 4), share)
+def repeat_groups(x: Tensor, share: MambaShare) -> Tensor:
+    """Repeat B and C of a share as the scan needs. Differentiable."""
+    return _repeat(x, share.shape.projected, slice(2, 4), share)
 
 
 def share_of_channels(parameter: Tensor, shape: MambaShape, share: MambaShare) -> Tensor:
-    """A rank's share of a parameter [features of x B C, ...], for the scan. Differentiable.
+    """Select a rank's share of a parameter [features of x B C, ...]. Differentiable.
 
-    The gradients of a rank are zero outside its share; their sum over the ranks is the whole one.
+    Gradients of a rank are zero outside its share; their sum over the ranks is the whole gradient.
     """
     features = share_of_projections(parameter.movedim(0, -1), shape, share, slice(1, 4))
-    return _groups_of_heads(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
+    return _repeat(features, share.shape.convolved, slice(1, 3), share).movedim(-1, 0)
 
 
 def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare, parts: slice = slice(None)) -> Tensor:
-    """A rank's heads and groups in the input projection's output [..., z x B C dt], or in ``parts`` of its features.
+    """Select a rank's heads and groups in [..., z x B C dt], or in ``parts`` of it.
 
     Differentiable.
     """
@@ -109,7 +110,7 @@ def share_of_projections(x: Tensor, shape: MambaShape, share: MambaShare, parts:
     return torch.cat(kept, dim=-1)
 
 
-def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
+def _repeat(x: Tensor, sizes: list[int], of_groups: slice, share: MambaShare) -> Tensor:
     if share.group_of_head is None:
         return x
     index = send(torch.tensor(share.group_of_head), x.device)
@@ -121,5 +122,5 @@ def _groups_of_heads(x: Tensor, sizes: list[int], of_groups: slice, share: Mamba
 
 
 def _exchange(blocks: list[Tensor], sizes: list[int], peers: Peers) -> Tensor:
-    """Send a block to each rank, in order, and receive theirs, of these sizes; flat. Differentiable."""
+    """Exchange flat blocks with all ranks, in order of ranks. Differentiable."""
     return all_to_all(peers.group, torch.cat(blocks), sizes, [block.numel() for block in blocks])

@@ -1,15 +1,15 @@
-"""The part of a Mamba-2 layer between its projections: by mamba-ssm's kernel where it can compute that, else ours."""
+"""Convolution and scan of a Mamba-2 layer, by mamba-ssm's kernel where possible."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megatron_cp.models.layers.mamba.exchange import for_scan, share_of_channels, share_of_projections
+from megatron_cp.models.layers.mamba.exchange import repeat_groups, share_of_channels, share_of_projections
 from megatron_cp.models.layers.mamba.shape import MambaShape, MambaShare
 from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
-try:  # mamba-ssm's fused kernel, which needs causal-conv1d beside it, and this module of it
+try:  # mamba-ssm's fused kernel requires this module of causal-conv1d
     import causal_conv1d.cpp_functions  # noqa: F401
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined as fused_kernel
 except ImportError:
@@ -18,20 +18,20 @@ except ImportError:
 Weights = tuple[Tensor, ...]  # of the convolution [channels, width] and [channels], dt_bias, a, d [heads]
 
 FUSED_CHUNK_SIZE = 128
-# Its Triton kernels count elements in 32 bits. What has more they read from elsewhere, most often without an error.
+# Its Triton kernels index elements with 32 bits, and read wrong memory beyond, mostly without an error.
 FUSED_ELEMENTS = 2**31
 
 
-def by_best_kernel(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
-    """:func:`conv_and_scan`, by mamba-ssm's kernel where it can compute that."""
+def conv_and_scan_best(x: Tensor, weights: Weights, shape: MambaShape, seq_idx: Tensor | None) -> Tensor:
+    """Compute :func:`conv_and_scan`, by mamba-ssm's kernel where possible."""
     too_large = _largest_tensor(x, shape) >= FUSED_ELEMENTS
-    if fused_kernel is None or not wants_fused_kernel(x) or not _aligned(shape) or (too_large and shape.heads == 1):
+    if fused_kernel is None or not prefers_fused_kernel(x) or not _aligned(shape) or (too_large and shape.heads == 1):
         return conv_and_scan(x, *weights, head_dim=shape.head_dim, groups=shape.groups, seq_idx=seq_idx)
     if too_large:
         halves = [shape.share(index, 2) for index in range(2)]
         parts = [
-            by_best_kernel(
-                for_scan(share_of_projections(x, shape, half), half),
+            conv_and_scan_best(
+                repeat_groups(share_of_projections(x, shape, half), half),
                 share_of_weights(weights, shape, half),
                 half.scanned,
                 seq_idx,
@@ -60,17 +60,17 @@ def share_of_weights(weights: Weights, shape: MambaShape, share: MambaShare) -> 
     )
 
 
-def wants_fused_kernel(x: Tensor) -> bool:
-    """Whether mamba-ssm's kernel, where installed, shall take ``x``: its products of float32 are TF32's on a GPU."""
+def prefers_fused_kernel(x: Tensor) -> bool:
+    """Return whether mamba-ssm's kernel should be used: its float32 products are TF32."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _aligned(shape: MambaShape) -> bool:
-    """Whether x, B and C, of all channels, can be read by eights: causal-conv1d refuses the others."""
+    """Return whether x, B and C are aligned to 8 channels, as causal-conv1d requires."""
     return shape.inner % 8 == 0 and sum(shape.convolved) % 8 == 0
 
 
 def _largest_tensor(x: Tensor, shape: MambaShape) -> int:
-    """Elements of the projections, of all chunks' states, or of the products of each chunk's C and B."""
+    """Return the largest number of elements of a tensor in the scan."""
     states = -(-shape.inner * shape.state_dim // FUSED_CHUNK_SIZE)
     return x.shape[:2].numel() * max(x.shape[-1], states, shape.groups * FUSED_CHUNK_SIZE)

@@ -1,8 +1,8 @@
-"""Mamba-2 layers: megatron-core's, with a mixer that needs no CUDA and follows a microbatch's context-parallel group.
+"""Mamba-2 layers that need no CUDA and use each microbatch's groups.
 
-Parameters, their names and their checkpoints are upstream's. Under context parallelism the mixer exchanges sequence for
-heads and back, as upstream; how the heads are shared is worked out for the group of each call, so the groups may differ
-from one microbatch to the next, and need not divide the heads.
+Parameters, names and checkpoints are upstream's. Under context parallelism the mixer exchanges sequence for heads, as
+upstream. The split of heads is computed for the group of each call, so groups may differ between microbatches and need
+not divide the heads.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron_cp.attention.transports.comm import Peers
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import drawing_from, seed_of
 from megatron_cp.models.layers.mamba.exchange import (
-    for_scan,
     heads_to_sequence,
+    repeat_groups,
     sequence_to_heads,
     sequences_of,
     token_layout,
 )
-from megatron_cp.models.layers.mamba.kernel import by_best_kernel, share_of_weights
+from megatron_cp.models.layers.mamba.kernel import conv_and_scan_best, share_of_weights
 from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape, MambaShare
 
 NORM_EPSILON = 1e-5
 
 
 class GatedNorm(MegatronModule):
-    """RMS norm of each group's features, in float32. (The gate is applied before, head by head.)"""
+    """RMS norm of each group's features, in float32. The gate is applied before."""
 
     def __init__(self, config: TransformerConfig, features: int, group_size: int, tp_group: Any) -> None:
         super().__init__(config)
@@ -67,10 +67,10 @@ class GatedNorm(MegatronModule):
 
 
 class ContextParallelMambaMixer(MambaMixer):
-    """Upstream's mixer in all that is saved; built and computed here.
+    """Mixer with upstream's checkpoints; construction and computation are ours.
 
-    Upstream's constructor does not go on without mamba-ssm. And its initial weights depend on the tensor-parallel
-    layout: there a rank cuts z, x, B, C and dt out of its slice of one matrix, here out of the whole one.
+    Upstream's constructor requires mamba-ssm. Its initial weights also depend on the tensor-parallel layout: a rank
+    takes z, x, B, C and dt from its slice of one matrix, here from the whole matrix.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ContextParallelMambaMixer(MambaMixer):
         self.tp_group = pg_collection.tp
         whole = MambaShape.of(config)
         self.shape = shape = whole.split(self.tp_group.size())
-        # By the names that upstream's sharded_state_dict reads.
+        # Names that upstream's sharded_state_dict reads.
         self.nheads_local_tp, self.ngroups_local_tp = shape.heads, shape.groups
         self.d_inner_local_tp, self.d_state = shape.inner, shape.state_dim
 
@@ -114,7 +114,7 @@ class ContextParallelMambaMixer(MambaMixer):
             parts: list[int], rest: tuple[int, ...], draw: Callable, dtype: torch.dtype
         ) -> torch.nn.Parameter:
             drawn = self._draw(parts, rest, draw)
-            # A model that is built for its shapes alone holds no data that could be moved.
+            # A model built for its shapes only (meta device) has no data to move.
             device = drawn.device if drawn.is_meta else torch.cuda.current_device()
             return _tensor_parallel(drawn.to(device=device, dtype=dtype))
 
@@ -148,13 +148,13 @@ class ContextParallelMambaMixer(MambaMixer):
         inference_params: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, hidden] -> [s_local, b, hidden], and no bias. Packs (thd) have b = 1 and may bring a group.
+        """Map [s_local, b, hidden] to the same shape; packs (thd) have b = 1.
 
         Raises:
-            ValueError: a group that cannot share the heads, lengths that do not fit, or an inference context.
+            ValueError: the group cannot split the heads, lengths do not match, or there is an inference context.
         """
         if inference_context is not None or inference_params is not None:
-            raise ValueError("Mamba layers are built for training here; there is no inference")
+            raise ValueError("Mamba layers: inference is not supported")
         peers = self._peers(packed_seq_params)
         share = self.shape.share(peers.rank, peers.size)
         projected, _ = self.in_proj(hidden_states)
@@ -164,13 +164,13 @@ class ContextParallelMambaMixer(MambaMixer):
         if packed_seq_params is not None:
             numbers, padding = sequences_of(layout, projected.device)
             seq_idx = numbers.expand(projected.shape[1], -1)
-            # Padding lies behind its sequence and reaches no real token; but in a product nan would.
+            # Padding after a sequence does not reach real tokens, but nan would in a product.
             projected = projected.masked_fill(padding[:, None, None], 0)
-        y = self._mix_share(for_scan(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
+        y = self._mix_share(repeat_groups(projected, share).transpose(0, 1), share, seq_idx).transpose(0, 1)
         return self.out_proj(self.norm(heads_to_sequence(y, self.shape, layout, peers)))
 
     def _mix_share(self, x: Tensor, share: MambaShare, seq_idx: Tensor | None) -> Tensor:
-        """[b, s, features] -> [b, s, inner] with this rank's share of the heads."""
+        """Map [b, s, features] to [b, s, inner] with this rank's share of the heads."""
         dtype = accumulation_dtype(x.dtype)
         weights = (
             self.conv1d_weight.squeeze(1),
@@ -179,7 +179,7 @@ class ContextParallelMambaMixer(MambaMixer):
             -self.A_log.to(dtype).exp(),
             self.D.to(dtype),
         )
-        return by_best_kernel(x, share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
+        return conv_and_scan_best(x, share_of_weights(weights, self.shape, share), share.scanned, seq_idx)
 
     def _peers(self, packed: PackedSeqParams | None) -> Peers:
         if packed is not None and packed.cp_group is None and packed.local_cp_size == 1:
@@ -187,7 +187,7 @@ class ContextParallelMambaMixer(MambaMixer):
         return Peers.of(self.pg_collection.cp)
 
     def _draw(self, parts: list[int], rest: tuple[int, ...], draw: Callable) -> Tensor:
-        """Parts of a weight, drawn whole, of which each tensor-parallel rank keeps its share of every one."""
+        """Draw a whole weight, and keep this tensor-parallel rank's share of each part."""
         whole = torch.empty(sum(parts), *rest)
         draw(whole)
         rank, size = self.tp_group.rank(), self.tp_group.size()
@@ -195,7 +195,7 @@ class ContextParallelMambaMixer(MambaMixer):
 
 
 class SeededMambaLayer(MambaLayer):
-    """A layer whose initial weights depend on the seed and its number alone; see ``SeededTransformerLayer``."""
+    """Layer with weights from the seed and its number; see ``SeededTransformerLayer``."""
 
     def __init__(
         self,
@@ -216,13 +216,13 @@ class SeededMambaLayer(MambaLayer):
 
 
 def _tensor_parallel(tensor: Tensor) -> torch.nn.Parameter:
-    """A parameter of which each tensor-parallel rank has another slice: gradient norms count all of them."""
+    """Mark a parameter as sharded over tensor-parallel ranks, for gradient norms."""
     parameter = torch.nn.Parameter(tensor)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
 
 
-# Upstream's distributions, which are those of the paper's code.
+# Upstream's distributions, from the paper's code.
 
 
 def _draw_convolution(weight: Tensor) -> None:
@@ -231,7 +231,7 @@ def _draw_convolution(weight: Tensor) -> None:
 
 
 def _draw_dt_bias(weight: Tensor) -> None:
-    """Such that softplus of it is between 0.001 and 0.1, evenly on a logarithmic scale."""
+    """Draw values whose softplus is between 0.001 and 0.1, log-uniformly."""
     weight.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
     weight.add_(torch.log(-torch.expm1(-weight)))  # the inverse of softplus
 

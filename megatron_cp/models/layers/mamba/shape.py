@@ -1,4 +1,4 @@
-"""The sizes of a Mamba-2 layer, and how its heads are shared by tensor- and context-parallel ranks. Pure."""
+"""Sizes of a Mamba-2 layer, and its split over ranks. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from megatron_cp.attention.heads import shared_evenly
 from megatron_cp.config.run_config import ModelConfig
 
-CONV_WIDTH = 4  # tokens that the short convolution sees
+CONV_WIDTH = 4  # tokens in the short convolution
 
 
 @dataclass(frozen=True)
 class MambaShape:
-    """Heads, groups and their dims, of the whole layer or of one rank. Neighbouring heads share a group's B and C."""
+    """Heads, groups and dims of a layer or a rank."""
 
     heads: int
     groups: int
@@ -21,9 +21,9 @@ class MambaShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> MambaShape:
-        """The whole layer; without ``mamba_num_heads`` it is twice as wide as the model.
+        """Return the whole layer's shape; the default width is twice the model's.
 
-        ``model`` may as well be megatron-core's configuration, which has the same names.
+        ``model`` may also be megatron-core's configuration, which has the same names.
         """
         heads = model.mamba_num_heads or 2 * model.hidden_size // max(1, model.mamba_head_dim)
         return cls(heads, model.mamba_num_groups, model.mamba_head_dim, model.mamba_state_dim)
@@ -39,29 +39,29 @@ class MambaShape:
 
     @property
     def projected(self) -> list[int]:
-        """Features of z, x, B, C and dt, in the order in which the input projection has them."""
+        """Features of z, x, B, C and dt, in the input projection's order."""
         return [self.inner, *self.convolved, self.heads]
 
     def split(self, tp: int) -> MambaShape:
-        """The part of each of ``tp`` tensor-parallel ranks: whole groups with their heads.
+        """Return the shape on each of ``tp`` tensor-parallel ranks: whole groups.
 
         Raises:
-            ValueError: it cannot be split so.
+            ValueError: ``tp`` does not divide the groups evenly.
         """
         if self.heads % tp or self.groups % tp or self.heads % self.groups:
-            raise ValueError(f"{self.heads} heads in {self.groups} groups do not divide over {tp} ranks")
+            raise ValueError(f"{self.heads} heads in {self.groups} groups are not divisible by {tp} ranks")
         return replace(self, heads=self.heads // tp, groups=self.groups // tp)
 
     def share(self, rank: int, size: int) -> MambaShare:
-        """The part of rank ``rank`` of a context-parallel group of ``size``: whole heads, as evenly as they divide.
+        """Return a context-parallel rank's share: whole heads, as evenly as possible.
 
         Raises:
-            ValueError: there are fewer heads than ranks.
+            ValueError: fewer heads than ranks.
         """
         if self.heads < size:
             raise ValueError(
-                f"{self.heads} Mamba heads on each tensor-parallel rank cannot be shared by the {size} ranks of a "
-                f"context-parallel group; the largest group that can has {self.heads}"
+                f"{self.heads} Mamba heads on each tensor-parallel rank cannot be split over {size} context-parallel "
+                f"ranks; the largest group is {self.heads}"
             )
         heads = range(rank * self.heads // size, (rank + 1) * self.heads // size)
         group_of = [head * self.groups // self.heads for head in heads]
@@ -73,10 +73,10 @@ class MambaShape:
 
 @dataclass(frozen=True)
 class MambaShare:
-    """What one context-parallel rank works on: its heads, and the groups that these use.
+    """One context-parallel rank's heads, and the groups that they use.
 
-    Several neighbouring ranks may use the same group. ``group_of_head`` is the local group of each head where the
-    groups do not serve as many of the heads each: the scan then gets one for each head.
+    Several neighbouring ranks may use the same group. ``group_of_head`` is the local group of each head if groups have
+    unequal numbers of heads: the scan then gets one group a head.
     """
 
     shape: MambaShape
@@ -86,5 +86,5 @@ class MambaShare:
 
     @property
     def scanned(self) -> MambaShape:
-        """With the groups that the scan works with."""
+        """Shape with the groups that the scan uses."""
         return self.shape if self.group_of_head is None else replace(self.shape, groups=len(self.heads))

@@ -1,15 +1,15 @@
-"""Mamba-2's sequence mixing in PyTorch: a causal convolution and the chunked state-space scan, any device.
+"""Mamba-2's sequence mixing in PyTorch, for any device.
 
 The recurrence of each head, with a state of [head_dim, state_dim] that is zero before a sequence's first token:
 
     state_t = exp(dt_t * A) * state_{t-1} + dt_t * x_t B_t^T        y_t = state_t C_t + D x_t
 
-It is computed as in "Transformers are SSMs" (Dao and Gu 2024, section 6 and listing 1): the tokens of a chunk act on
-each other through a lower triangular matrix, chunk by chunk in parallel, and only the states at the chunks' ends are
-carried on one after the other. Everything inside is float32 (float64 for float64 inputs).
+Computed as in "Transformers are SSMs" (Dao and Gu 2024, section 6 and listing 1): tokens of a chunk interact through a
+lower triangular matrix, in parallel over chunks, and only the states at the ends of chunks are carried on in order.
+Inside, everything is float32 (float64 for float64 inputs).
 
-Packs: tokens of several sequences lie one after the other, and ``seq_idx`` numbers the sequence of each. Whatever
-would cross from one sequence into the next is left out, in the convolution and in the state.
+In packs, sequences follow each other, and ``seq_idx`` numbers the sequence of each token. Neither convolution nor state
+crosses from one sequence to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp.attention.merge import accumulation_dtype
 
-# Work inside a chunk grows with its length, the number of states to carry on falls: 64 is quickest on CPUs.
+# Work inside a chunk grows with its length, the number of carried states falls: 64 is fastest on CPUs.
 CHUNK_SIZE = 64
 
 
@@ -37,10 +37,10 @@ def conv_and_scan(
     seq_idx: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """What lies between a Mamba-2 mixer's projections, but for the norm: convolution, scan, gate.
+    """Compute convolution, scan and gate between a mixer's projections.
 
     Args:
-        zxbcdt: [b, l, 2 * inner + 2 * groups * state_dim + heads], the projections z, x, B, C, dt side by side, with
+        zxbcdt: [b, l, 2 * inner + 2 * groups * state_dim + heads], the projections z, x, B, C, dt, with
             inner = heads * head_dim.
         conv_weight, conv_bias: [inner + 2 * groups * state_dim, width] and [inner + 2 * groups * state_dim]; x, B and C
             are convolved.
@@ -65,7 +65,7 @@ def conv_and_scan(
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Each channel's weighted sum of a token and those before it in its sequence.
+    """Compute each channel's causal convolution within its sequence.
 
     ``x`` [b, l, channels], ``weight`` [channels, width] (the last column is the token's own), ``bias`` [channels].
     """
@@ -90,7 +90,7 @@ def ssd_scan(
     seq_idx: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """The recurrence without its skip D: y [batch, l, heads, head_dim].
+    """Compute the recurrence without its skip D: y [batch, l, heads, head_dim].
 
     ``x`` [batch, l, heads, head_dim], ``dt`` [batch, l, heads] positive, ``a`` [heads] negative, ``b`` and ``c``
     [batch, l, groups, state_dim], where heads/groups neighbouring heads share a group; all float32 or all float64.
@@ -108,7 +108,7 @@ def ssd_scan(
     x = (x * dt[..., None]).unflatten(2, by_group).unflatten(1, by_chunk).permute(0, 1, 3, 4, 2, 5)
     b, c = (t.unflatten(1, by_chunk).transpose(2, 3).unsqueeze(3) for t in (b, c))
     steps = (dt * a).unflatten(2, by_group).unflatten(1, by_chunk).permute(0, 1, 3, 4, 2)
-    # Sums of exponents in float64: they grow over a chunk, and it is small differences of them that count.
+    # Exponents are summed in float64: sums grow over a chunk, and small differences of them matter.
     decay = steps.double().cumsum(-1)
     seq = None if seq_idx is None else seq_idx.unflatten(1, by_chunk)[:, :, None, None]
 
@@ -122,18 +122,21 @@ def ssd_scan(
 
 
 def _within_chunks(decay: Tensor, seq: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[..., i, j]: what is left at token i of what token j put in; nothing for j after i or of another sequence."""
+    """Return decay [..., i, j] from token j to i; 0 for j > i or another sequence."""
     size = decay.shape[-1]
     visible = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
     if seq is not None:
         visible = visible & (seq[..., :, None] == seq[..., None, :])
     exponent = (decay[..., :, None] - decay[..., None, :]).to(dtype)
-    # Before the exponential: behind it, an overflow above the diagonal would make the gradients nan.
+    # Before the exponential: an overflow above the diagonal would make gradients nan.
     return exponent.masked_fill(~visible, -torch.inf).exp()
 
 
 def _states_before(x: Tensor, b: Tensor, decay: Tensor, seq: Tensor | None) -> Tensor:
-    """The state that each chunk starts from, [batch, chunk, group, head of the group, head_dim, state_dim]."""
+    """Return each chunk's initial state.
+
+    Shape: [batch, chunk, group, head of the group, head_dim, state_dim].
+    """
     to_end = (decay[..., -1:] - decay).to(x.dtype).exp()
     whole = decay[..., -1].to(x.dtype).exp()
     if seq is not None:
@@ -149,5 +152,5 @@ def _states_before(x: Tensor, b: Tensor, decay: Tensor, seq: Tensor | None) -> T
 
 
 def _previous_last(seq: Tensor) -> Tensor:
-    """The sequence of the token before each chunk (before the first: its own first, which changes nothing)."""
+    """Return the sequence before each chunk (of the first chunk: its own)."""
     return torch.cat([seq[:, :1, ..., :1], seq[:, :-1, ..., -1:]], dim=1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, default_at
-from megatron_cp.models.hybrid_pattern import LETTERS, ahead_of, layers_of, with_stages, without_stages
+from megatron_cp.models.hybrid_pattern import LETTERS, layers_of, mtp_layers_of, with_stages, without_stages
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.proposals import closest, default_of, divisors, nearest_multiples, ones, resized
 from megatron_cp.rules.unused_settings import unused_settings
@@ -60,7 +60,7 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
     # megatron-core numbers the layers of multi-token prediction from 1 again and uses the same list.
     depths = min(model.mtp_num_layers or 0, 1) if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     # In a hybrid model only the attention layers use the list.
-    ahead = max((layers.rfind("*") + 1 for layers in ahead_of(model.hybrid_layer_pattern)), default=depths)
+    ahead = max((layers.rfind("*") + 1 for layers in mtp_layers_of(model.hybrid_layer_pattern)), default=depths)
     if isinstance(every, list) and len(every) != model.num_layers:
         message = f"has {len(every)} entries for {model.num_layers} layers"
         yield Finding(field, message, values=[resized(every, model.num_layers) if every else None, None])
@@ -68,7 +68,7 @@ def window_is_two_lengths(c: Context) -> Iterator[Finding]:
         message = f"has {len(every)} entries, but {ahead} layers of multi-token prediction use the first {ahead}"
         fewer = f"{NAME.model.mtp_num_layers}={len(every)}"
         if model.architecture == "hybrid":
-            shorter = [layers[: len(every)] for layers in ahead_of(model.hybrid_layer_pattern)]
+            shorter = [layers[: len(every)] for layers in mtp_layers_of(model.hybrid_layer_pattern)]
             fewer = _pattern("/".join([(model.hybrid_layer_pattern or "").split("/")[0], *shorter]))
         yield Finding(field, message, fewer, "=null (a window in all layers)")
     elif isinstance(every, int) and every < 1:
@@ -107,7 +107,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
     elif len(layers) != model.num_layers:
         message = f"has {len(layers)} letters for {model.num_layers} layers"
         yield Finding(field, message, f"{NAME.model.num_layers}={len(layers)}")
-    elif ahead_of(pattern) or model.mtp_num_layers:
+    elif mtp_layers_of(pattern) or model.mtp_num_layers:
         yield from _mtp_patterns(model)
     if model.architecture == "hybrid" and layers and "|" in (pattern or "").split("/")[0]:
         stages = c.pp * max(1, model.virtual_pipeline_model_parallel_size or 1)
@@ -119,7 +119,7 @@ def hybrid_pattern(c: Context) -> Iterator[Finding]:
 
 def _mtp_patterns(model: ModelConfig) -> Iterator[Finding]:
     field, depths = NAME.model.hybrid_layer_pattern, model.mtp_num_layers or 0
-    ahead = ahead_of(model.hybrid_layer_pattern)
+    ahead = mtp_layers_of(model.hybrid_layer_pattern)
     own = (model.hybrid_layer_pattern or "").split("/")[0]
     if not ahead:
         message = f"has no layers for the {depths} depths of multi-token prediction ({NAME.model.mtp_num_layers})"

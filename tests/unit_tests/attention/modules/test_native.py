@@ -137,10 +137,10 @@ def _refusals() -> list[str]:
 def test_groups_that_are_missing_or_of_other_sizes_are_refused():
     expected = [
         "layer 1: model.context_parallel_size=4 but pg_collection.cp, its process group, is missing",
-        "pg_collection.cp has 1 ranks, but model.context_parallel_size asks for 4",
+        "pg_collection.cp has 1 ranks, but model.context_parallel_size requires 4",
         r"needs pg_collection.hcp, the a2a and p2p process groups of sizes \[2, 2\], but it is missing",
         "pg_collection.hcp must hold the a2a and the p2p process group",
-        r"pg_collection.hcp's p2p group has 4 ranks, but hierarchical_context_parallel_sizes=\[2, 2\] asks for 2",
+        r"pg_collection.hcp's p2p group has 4 ranks, but hierarchical_context_parallel_sizes=\[2, 2\] requires 2",
         r"needs hierarchical_context_parallel_sizes=\[a2a, p2p\] with product model.context_parallel_size=4, got None",
         None,
         "comm_type 'ring' is unknown",
@@ -181,7 +181,7 @@ def test_what_it_does_not_compute_is_refused_when_called():
         module(*qkv, None, attn_mask_type=AttnMaskType.arbitrary)
     with pytest.raises(ValueError, match=r"AttnMaskType\.padding is not supported.*pack sequences"):
         module(*qkv, None, attn_mask_type=AttnMaskType.padding)
-    with pytest.raises(ValueError, match="local_cp_size=2 comes without cp_group"):
+    with pytest.raises(ValueError, match="local_cp_size=2 without cp_group"):
         module(*qkv, None, packed_seq_params=PackedSeqParams(qkv_format="sbhd", local_cp_size=2))
     packed = [x[:, 0] for x in qkv]
     with pytest.raises(ValueError, match="needs cu_seqlens_q"):

@@ -116,7 +116,7 @@ def test_what_does_not_communicate_stops_every_rank(how, expected):
     assert len(set(reports)) == 1, "all ranks report the same"
     assert all(expected in report for report in reports), reports[0]
     if how != "nothing":
-        assert reports[0].startswith("attention probe failed, nothing was trained.")
+        assert reports[0].startswith("attention probe failed; training not started.")
 
 
 def test_without_context_parallelism_there_is_nothing_to_do():

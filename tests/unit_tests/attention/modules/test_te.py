@@ -18,7 +18,7 @@ from megatron_cp.attention.modules.te import (
     _te_groups,
     have_transformer_engine,
     te_attention_class,
-    with_given_groups,
+    te_subclass,
 )
 from megatron_cp.attention.tiles import Mask
 from tests.ranks import run_ranks
@@ -80,7 +80,7 @@ def probed(module):
 
 def _groups() -> dict:
     hcp = list(make_groups(2))
-    ours = with_given_groups(CoreAttention)
+    ours = te_subclass(CoreAttention)
     hierarchical, flat = build(ours, "a2a+p2p", hcp), build(ours, "a2a")
     report = {
         "types": (hierarchical.cp_comm_type, flat.cp_comm_type, build(ours, None).cp_comm_type),
@@ -108,7 +108,7 @@ def test_groups_transport_and_stream_are_those_handed_over():
 
 def _dynamic() -> dict:
     hcp = make_groups(2)
-    module = build(with_given_groups(CoreAttention), "p2p")
+    module = build(te_subclass(CoreAttention), "p2p")
     qkv = [torch.randn(8, 1, 4, 16) for _ in range(3)]
     module(*qkv, None, packed_seq_params=PackedSeqParams(qkv_format="sbhd", cp_group=hcp[0], local_cp_size=2))
     report = {"after a microbatch": module.cp_group is dist.group.WORLD}
@@ -124,7 +124,7 @@ def _dynamic() -> dict:
         module.set_context_parallel_group(hcp[0], None, None, "a2a")
     except ValueError as error:
         report["another transport"] = "was built for 'p2p', got 'a2a'" in str(error)
-    two_level = build(with_given_groups(CoreAttention), "a2a+p2p", list(hcp))
+    two_level = build(te_subclass(CoreAttention), "a2a+p2p", list(hcp))
     try:
         two_level(*qkv, None, packed_seq_params=PackedSeqParams(qkv_format="sbhd", cp_group=hcp[0], local_cp_size=2))
     except ValueError as error:
@@ -140,7 +140,7 @@ def test_a_microbatch_group_does_not_outlive_the_microbatch():
 def _set() -> list:
     """Transports after a group was set as upstream does it (by position, without one), and as we do."""
     a2a, _ = make_groups(2)
-    upstream, ours = build(CoreAttention, "a2a"), build(with_given_groups(CoreAttention), "a2a")
+    upstream, ours = build(CoreAttention, "a2a"), build(te_subclass(CoreAttention), "a2a")
     kept = []
     for module in (upstream, ours):
         module.set_context_parallel_group(a2a, [0, 1], "stream")
@@ -161,14 +161,14 @@ def test_the_stream_is_there_where_groups_may_change(monkeypatch):
     config = make_config()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "made")
-    ours = with_given_groups(Unconfigured)
+    ours = te_subclass(Unconfigured)
     ours(config, 1, AttnMaskType.causal, "self", cp_comm_type="p2p", pg_collection=ProcessGroupCollection(cp=None))
     assert Unconfigured.cp_stream == "made"
 
 
 def _refused() -> list[str]:
     a2a, _ = make_groups(2)
-    ours = with_given_groups(CoreAttention)
+    ours = te_subclass(CoreAttention)
     messages = []
     for hcp in (None, [a2a], [a2a, dist.group.WORLD]):
         try:
@@ -216,7 +216,7 @@ def test_the_transport_is_the_configured_one_where_upstream_hands_none_over():
     kinds = ["a2a", "all_gather", "p2p", "a2a+p2p"]
     for configured, layer, expected in (("a2a", 1, "a2a"), (kinds, 2, "all_gather"), (kinds, 5, "a2a+p2p")):
         config = make_config(cp_comm_type=configured)
-        module = with_given_groups(Asking)(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
+        module = te_subclass(Asking)(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
         assert module.cp_comm_type == module.context.comm_type == expected
 
 

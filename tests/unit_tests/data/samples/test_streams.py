@@ -280,7 +280,7 @@ def test_bad_mock_lengths(packed: RunConfig, tmp_path: Path, value: str) -> None
     (tmp_path / "bad.txt").write_text("3\n4 x\n")
     (tmp_path / "empty.txt").write_text("\n")
     packed.dataset.mock_lengths = value.format(tmp=tmp_path)
-    expected = {"bad": r"bad\.txt:2: 'x' is not a whole number", "empty": "holds no lengths"}
+    expected = {"bad": r"bad\.txt:2: 'x' is not a whole number", "empty": "has no lengths"}
     match = next((text for name, text in expected.items() if name in value), "cannot be read: No such file")
     with pytest.raises(DataError, match=match):
         stream(packed, None, 10)

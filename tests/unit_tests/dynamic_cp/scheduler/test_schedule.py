@@ -84,7 +84,7 @@ def test_known_hard_cases(lengths, ranks, m, options):
 def test_twelve_ranks_take_what_twelve_ranks_hold():
     assert schedule([3600], 12, 400).microbatches == [[Group(tuple(range(12)), (0,))]]
     schedule([4800], 12, 400)
-    with pytest.raises(ValueError, match="max_seqlen_per_rank to at least 402"):
+    with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 402"):
         schedule([4801], 12, 400)
 
 
@@ -233,7 +233,7 @@ def test_pipelines_get_smaller_microbatches():
         ({"lengths": [1], "pipeline_size": 0}, "pipeline_size=0"),
         ({"lengths": [1], "microbatch_multiple": 0}, "microbatch_multiple=0"),
         ({"lengths": [1], "sequence_parallel_size": 0}, "sequence_parallel_size=0"),
-        ({"lengths": [5, 900]}, "sample 1 of 900 tokens does not fit.*max_seqlen_per_rank to at least 114"),
+        ({"lengths": [5, 900]}, "sample 1 of 900 tokens does not fit.*max_seqlen_per_rank of at least 114"),
     ],
 )
 def test_bad_input_is_named(arguments, message):

@@ -129,9 +129,9 @@ def bad_call(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("heads", "2 Mamba heads .* cannot be shared by the 3 ranks .* largest group that can has 2"),
-        ("rows", "got 6 rows, but the pack's sequences occupy 36 tokens, which is 12 on each of 3 ranks"),
-        ("odd", "got 5 rows: a zigzag shard is two equal chunks"),
+        ("heads", "2 Mamba heads .* cannot be split over 3 context-parallel ranks; the largest group is 2"),
+        ("rows", "6 rows do not match the pack, whose sequences have 36 padded tokens, 12 on each of 3 ranks"),
+        ("odd", "5 rows are odd; a zigzag shard has two equal chunks"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_on_every_rank(kind: str, message: str) -> None:
@@ -175,7 +175,7 @@ def fused_arguments() -> dict[str, Any]:
     x = torch.randn(30, 1, 64, dtype=torch.float64)
     parameters = packed([7, 9], [14, 16], local_cp_size=1)
     ours, _ = mixer(x, packed_seq_params=parameters)
-    mamba.fused_kernel, mamba.wants_fused_kernel = kernel, lambda tensor: True
+    mamba.fused_kernel, mamba.prefers_fused_kernel = kernel, lambda tensor: True
     theirs, _ = mixer(x, packed_seq_params=parameters)
     seen["equal"] = torch.equal(ours, theirs)
     return seen

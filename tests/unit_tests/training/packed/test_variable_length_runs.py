@@ -129,7 +129,7 @@ def labels_too_short() -> None:
 
 def test_labels_of_the_wrong_length_end_every_rank(cli: Any) -> None:
     code, text = cli(*DYNAMIC, "model.context_parallel_size=2", ranks=2, before=labels_too_short)
-    assert code == 1 and text.count("each token needs one label") >= 1 and "rank 1: sample" in text, text
+    assert code == 1 and text.count("one label and one loss mask entry a token") >= 1 and "rank 1: sample" in text, text
 
 
 def test_evaluation_on_the_held_out_lines(cli: Any, tmp_path: Path, chats: str) -> None:

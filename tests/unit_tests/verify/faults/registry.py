@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 # What verdicts say, by the part that they point to.
-PROBE = "the groups do not communicate as they should"
+PROBE = "the groups do not communicate correctly"
 FORWARD = "the first forward pass differs in"
 REPORTED = "token losses match, but the reported loss differs"
 BATCHES = "Check how batches are distributed and sliced"
