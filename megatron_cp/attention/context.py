@@ -7,10 +7,11 @@ looks for groups again. A :class:`AttentionCall` says which sequences, mask and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
@@ -96,7 +97,8 @@ class CPContext:
 class AttentionCall:
     """What one call computes: the sequences over all ranks, who sees whom, and the factor on the scores.
 
-    ``transformer_engine``: its kernels may compute it.
+    ``transformer_engine``: its kernels may compute it. ``max_logits`` [heads]: raised to each head's largest score of
+    the pairs that this rank computes.
     """
 
     layout: Layout
@@ -104,6 +106,7 @@ class AttentionCall:
     scale: float
     deterministic: bool = False
     transformer_engine: bool = False
+    max_logits: Tensor | None = field(default=None, compare=False)
 
     def real_rows(self, rank: int) -> list[slice]:
         """The rows of ``rank`` that hold tokens, not padding."""

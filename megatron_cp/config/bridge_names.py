@@ -7,6 +7,7 @@ in ``bridge_names.yaml``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -166,6 +167,8 @@ def _says_the_same(meaning: Meaning, name: str, value: Any, settings: dict[str, 
 
 def _settle_optimizer(settings: dict[str, Any]) -> list[Violation]:
     """Bridge says in two places whether the optimizer is distributed; both must agree there, too."""
+    if settings["optimizer"].get("grad_norm_skip_threshold") == math.inf:  # upstream's default
+        settings["optimizer"]["grad_norm_skip_threshold"] = None
     name = "use_distributed_optimizer"
     said, decided = settings["ddp"].pop(name, None), settings["optimizer"].get(name)
     if said is None or said == decided:

@@ -33,6 +33,7 @@ from megatron_cp.training.gradients import (
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
+from megatron_cp.training.qk_clip import clip_queries_and_keys, forget_max_logits, max_attention_logit
 from megatron_cp.training.setup import Run
 
 Report = Callable[[], StepReport]
@@ -44,6 +45,7 @@ class StepResult(StepLosses):
 
     grad_norm: float | None = None
     skipped: bool = True  # the parameters are as they were: inf or nan, or no token with a loss
+    max_attention_logit: float | None = None  # in any layer, before this step; None: not measured
     report: StepReport = field(default_factory=StepReport)  # over all ranks
 
 
@@ -66,6 +68,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], report: Report = St
 def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) -> StepResult:
     with run.phases("optimizer"):
         _forget_gradients(run)
+        forget_max_logits(run)
     randomness = random_state()
     pending = forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
@@ -94,11 +97,19 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
                 run, f"{what}: its square overflows float32 in the optimizer. {NAME.optimizer.clip_grad}=1 clips it"
             )
             return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
-        success = apply_gradients(run.optimizer, grad_norm)
+        threshold = run.config.optimizer.grad_norm_skip_threshold
+        if threshold is not None and grad_norm > threshold:
+            what = f"the gradients' norm is {grad_norm:.3g}, above {NAME.optimizer.grad_norm_skip_threshold}"
+            logger.info("iteration %d: %s. The step is left out", run.progress.iteration + 1, what)
+            return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
+        success, logit = apply_gradients(run.optimizer, grad_norm), max_attention_logit(run)
         if success:
+            clip_queries_and_keys(run)
             run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
+    return StepResult(
+        **vars(losses), grad_norm=grad_norm, skipped=not success, max_attention_logit=logit, report=reports
+    )
 
 
 def _forget_gradients(run: Run) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, positive, setting, share, size
 
 OWN_KEYS = equals("model.multi_latent_attention", False)
+CLIPPED = equals("model.qk_clip", True)
 
 
 @dataclass
@@ -33,6 +34,12 @@ class Attention:
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = setting(
         "vanilla", "vanilla, or with a sink: exp(0) in the sum, or a learned number a head", WEIGHTS
     )
+    qk_clip: bool = setting(
+        False, "after a step, weights of queries and keys shrink where a score is above qk_clip_threshold"
+    )
+    qk_clip_threshold: float = positive(100.0, "largest score of a head that qk_clip leaves as it is", when=CLIPPED)
+    qk_clip_alpha: float = share(0.5, "power of the factor that queries take; keys take the rest", when=CLIPPED)
+    log_max_attention_logit: bool = setting(False, "log the largest score of each step; qk_clip does so anyway")
     window_size: list[int] | None = setting(
         None, "[left, right]: keys that a query sees beside its own; -1: all of that side", FUNCTION, translated=True
     )

@@ -66,6 +66,9 @@ class OptimizerConfig:
     lion_beta1: float = share(0.95, "share of the mean in a step's sign", when=(MUON, LION))
     lion_beta2: float = share(0.98, "decay of the mean of gradients", when=(MUON, LION))
     clip_grad: float = setting(1.0, "largest norm of all gradients; 0: any", least=0)
+    grad_norm_skip_threshold: float | None = setting(
+        None, "steps whose gradients' norm is above it are left out", least=0
+    )
     use_distributed_optimizer: bool = setting(True, "data-parallel ranks divide the optimizer's state", OPTIMIZER)
     optimizer_cpu_offload: bool = setting(False, "refused, see rule K28")
 

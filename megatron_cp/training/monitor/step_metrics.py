@@ -17,8 +17,9 @@ class StepMetrics:
     """One line of ``metrics.jsonl``. Times in seconds, rates a second over the whole world unless named otherwise.
 
     ``learning_rate``, ``weight_decay`` and ``loss_scale`` are what this step trained with. ``step_time_s`` is the step
-    alone, without evaluation and checkpoints between steps. The fields that are ``None`` by default are those of packed
-    microbatches and are left out without them; ``cp_sizes`` counts groups by CP size.
+    alone, without evaluation and checkpoints between steps. The fields that are ``None`` by default are left out where
+    they are None: ``max_attention_logit`` where scores are not measured, the others without packed microbatches.
+    ``cp_sizes`` counts groups by CP size.
     """
 
     iteration: int
@@ -38,6 +39,7 @@ class StepMetrics:
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction; written as "mtp_1 loss" and so on
     router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, without their weights
     loss_spike: bool = False  # far above the usual loss
+    max_attention_logit: float | None = None  # the largest score in any layer
     schedule_time_s: float | None = None
     imbalance: float | None = None
     padding_fraction: float | None = None
