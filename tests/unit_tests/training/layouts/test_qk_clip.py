@@ -236,3 +236,14 @@ def test_float32_weights_that_are_divided(layout: Overrides) -> None:
     whole = run_ranks(halved, 2, {"optimizer__use_distributed_optimizer": False})[0]
     for divided in run_ranks(halved, 2, layout):
         assert max(worst_difference(divided, whole)) < 1e-6
+
+
+def skipped(threshold: float) -> list[bool]:
+    run, batches = start(tiny_config(optimizer__grad_norm_skip_threshold=threshold))
+    found = [train_step(run, next(batches).microbatches).skipped for _ in range(2)]
+    run.close()
+    return found
+
+
+def test_steps_with_large_gradients_are_left_out() -> None:
+    assert run_ranks(skipped, 1, 0.01) == [[True, True]] and run_ranks(skipped, 1, 1e4) == [[False, False]]
