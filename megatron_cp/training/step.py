@@ -25,7 +25,10 @@ from megatron_cp.training.batches import Microbatch, Steps
 from megatron_cp.training.forward_backward import PendingLosses, StepLosses, forward_backward
 from megatron_cp.training.gradients import (
     apply_gradients,
+    clip_queries_and_keys,
     exact_norm,
+    forget_max_logits,
+    max_attention_logit,
     measure_gradients,
     overflows_in_optimizer,
     unscale_gradients,
@@ -33,7 +36,6 @@ from megatron_cp.training.gradients import (
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.monitor.nonfinite import MAX_SKIPPED_IN_A_ROW, gradients_are_finite, origin
 from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
-from megatron_cp.training.qk_clip import clip_queries_and_keys, forget_max_logits, max_attention_logit
 from megatron_cp.training.setup import Run
 
 Report = Callable[[], StepReport]

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.attention import Attention
 
 from megatron_cp.mcore.private_names import main_part
-from megatron_cp.training import qk_clip, step
+from megatron_cp.training import gradients, step
 from megatron_cp.training.batches import Microbatch
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
@@ -179,7 +179,7 @@ def like_upstreams(overrides: Overrides) -> None:
 
     for layer in layers.values():
         layer.core_attention.register_forward_pre_hook(written_out, with_kwargs=True)
-    clip, clipped = qk_clip.clip_queries_and_keys, []
+    clip, clipped = gradients.clip_queries_and_keys, []
 
     def both(run: Run) -> None:
         before = weights_of(run)
