@@ -216,26 +216,33 @@ def test_like_upstreams(model: Overrides) -> None:
     run_ranks(like_upstreams, model.get("model__pipeline_model_parallel_size", 1), model)
 
 
-def halved(overrides: Overrides) -> list[tuple[float, float]]:
-    """Losses and norms of a bfloat16 run with Adam, and that each float32 weight still rounds to the model's."""
-    run, batches = start(tiny_config(**CLIP | FAST | ADAM | BFLOAT16 | overrides))
+def halved(overrides: Overrides) -> tuple[list[tuple[float, float]], list[int]]:
+    """Losses and norms of a bfloat16 run with Adam, whose float32 weights are still close to the model's; and where
+    this rank's parts of them begin."""
+    # A model of which the data-parallel ranks' parts meet within the weights of queries and keys.
+    small = {"model__num_layers": 1, "model__ffn_hidden_size": 32}
+    run, batches = start(tiny_config(**CLIP | FAST | ADAM | BFLOAT16 | small | overrides))
+    beginnings = []
     losses, _, _ = train(run, (next(batches).microbatches for _ in range(STEPS)))
     for _, layer in attention_layers(run):
         part = main_part(run.optimizer, layer.linear_qkv.weight)
         if part is not None:
             main, first = part
+            beginnings.append(first)
             model = layer.linear_qkv.weight.detach().flatten()[first : first + main.numel()]
             torch.testing.assert_close(model.float(), main.flatten(), rtol=2**-7, atol=0)
     run.close()
-    return losses
+    return losses, beginnings
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(OVERLAPPED, marks=slow)])
 def test_float32_weights_that_are_divided(layout: Overrides) -> None:
     """Of 16-bit weights, the optimizer's copies are clipped: whole ones, and those that ranks have parts of."""
-    whole = run_ranks(halved, 2, {"optimizer__use_distributed_optimizer": False})[0]
-    for divided in run_ranks(halved, 2, layout):
-        assert max(worst_difference(divided, whole)) < 1e-6
+    whole, _ = run_ranks(halved, 2, {"optimizer__use_distributed_optimizer": False})[0]
+    divided = run_ranks(halved, 2, layout)
+    assert any(first > 0 for _, beginnings in divided for first in beginnings)
+    for losses, _ in divided:
+        assert max(worst_difference(losses, whole)) < 1e-3  # a last bit of a norm may round a weight otherwise
 
 
 def skipped(threshold: float) -> list[bool]:
