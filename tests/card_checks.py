@@ -24,7 +24,7 @@ import torch
 
 from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.config.single_rank import on_one_rank
+from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.build import Build
 from megatron_cp.models.builder import build_model
@@ -87,7 +87,7 @@ def parameters(arguments: list[str]) -> Measured:
 
 def count_parameters(recipe: str) -> int:
     """Build the whole model without memory for its weights, and count them, padding of the vocabulary included."""
-    config = on_one_rank(load_recipe(recipe))
+    config = on_single_rank(load_recipe(recipe))
     core = transformer_config(config.model, config.mixed_precision, None)
     core.perform_initialization = core.use_cpu_initialization = False
     attention = choose_attention(config.model, core, {1}, config.mixed_precision.fp32)

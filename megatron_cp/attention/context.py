@@ -7,10 +7,11 @@ not look up groups. An :class:`AttentionCall` has the sequences, mask and scale 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
@@ -96,7 +97,8 @@ class CPContext:
 class AttentionCall:
     """Parameters of one call: sequences over all ranks, mask, and scale of the scores.
 
-    ``transformer_engine``: its kernels may compute it.
+    ``transformer_engine``: its kernels may compute it. ``max_logits`` [heads]: raised to each head's largest score of
+    the pairs that this rank computes.
     """
 
     layout: Layout
@@ -104,6 +106,7 @@ class AttentionCall:
     scale: float
     deterministic: bool = False
     transformer_engine: bool = False
+    max_logits: Tensor | None = field(default=None, compare=False)
 
     def real_rows(self, rank: int) -> list[slice]:
         """Return the rows of ``rank`` that hold tokens, not padding."""

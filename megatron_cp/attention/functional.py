@@ -99,10 +99,12 @@ def attend_in_context(
     softmax_offset: Tensor | None = None,
     deterministic: bool = False,
     transformer_engine: bool = False,
+    max_logits: Tensor | None = None,
 ) -> Tensor:
     """Compute :func:`context_parallel_attention` in a context built before.
 
-    On a GPU ``transformer_engine`` lets its kernels compute what each rank has to.
+    On a GPU ``transformer_engine`` lets its kernels compute what each rank has to. ``max_logits`` [heads] is raised, in
+    place, to each head's largest scaled score of the pairs that this rank computes: all ranks' maximum is the whole's.
     """
     packed = cu_seqlens is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
@@ -134,7 +136,7 @@ def attend_in_context(
     rows = query.shape[0]
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
     query, scale = _with_positive_scale(query, scale)
-    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine)
+    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine, max_logits)
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, call)
     else:

@@ -6,6 +6,7 @@ the run's configuration. All others are errors with a fix. The names are data, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -162,7 +163,12 @@ def _has_our_value(meaning: Meaning, name: str, value: Any, settings: dict[str, 
 
 
 def _settle_optimizer(settings: dict[str, Any]) -> list[Violation]:
-    """Remove Bridge's second setting of the distributed optimizer, if both are equal."""
+    """Apply Bridge's second setting of the distributed optimizer, and its default of a threshold.
+
+    Removes the second setting if both are equal.
+    """
+    if settings["optimizer"].get("grad_norm_skip_threshold") == math.inf:  # upstream's default
+        settings["optimizer"]["grad_norm_skip_threshold"] = None
     name = "use_distributed_optimizer"
     given, decided = settings["ddp"].pop(name, None), settings["optimizer"].get(name)
     if given is None or given == decided:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 initialize_affine_weight_cpu = layers._initialize_affine_weight_cpu
@@ -23,3 +26,13 @@ def name_tensor_parallel_group(projection: Any, group: ProcessGroup) -> None:
     """
     if getattr(projection, "_tp_group", group) is None:
         projection._tp_group = group
+
+
+def main_part(optimizer: MegatronOptimizer, parameter: Tensor) -> tuple[Tensor, int] | None:
+    """What this rank's optimizer has of a 16-bit parameter in float32, and the element of it that this begins with."""
+    main = getattr(parameter, "main_param", None)
+    if main is None or not getattr(parameter, "main_param_sharded", False):
+        return None if main is None else (main, 0)
+    divided = (each for each in optimizer.chained_optimizers if isinstance(each, DistributedOptimizer))
+    owner = next(each for each in divided if parameter in each.model_param_gbuf_map)
+    return main, owner._get_model_param_range_map(parameter)["param"].start

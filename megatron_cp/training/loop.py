@@ -195,6 +195,7 @@ def _metrics(
         mtp_losses=result.mtp_losses,
         router_losses=result.router_losses,
         loss_spike=spike,
+        max_attention_logit=result.max_attention_logit,
         **packing,
     )
 

@@ -25,7 +25,10 @@ from megatron_cp.training.batches import Microbatch, Steps
 from megatron_cp.training.forward_backward import PendingLosses, StepLosses, forward_backward
 from megatron_cp.training.gradients import (
     apply_gradients,
+    clip_queries_and_keys,
     exact_norm,
+    forget_max_logits,
+    max_attention_logit,
     measure_gradients,
     overflows_in_optimizer,
     unscale_gradients,
@@ -45,6 +48,7 @@ class StepResult(StepLosses):
 
     grad_norm: float | None = None
     skipped: bool = True  # parameters unchanged: inf or nan, or no token with a loss
+    max_attention_logit: float | None = None  # of all layers, before the step; None: not measured
     report: StepReport = field(default_factory=StepReport)  # over all ranks
 
 
@@ -69,6 +73,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch], report: Report = St
 def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) -> StepResult:
     with run.phases("optimizer"):
         _zero_gradients(run)
+        forget_max_logits(run)
     randomness = random_state()
     pending = forward_backward(run, microbatches, forward_only=False)
     with run.phases("optimizer"):
@@ -95,11 +100,19 @@ def _train_step(run: Run, microbatches: Sequence[Microbatch], report: Report) ->
             what = f"the loss is {losses.loss:.6f}, but the gradient norm is {grad_norm:.3g}"
             _skip_or_stop(run, f"{what}: the squared norm overflows float32", fix=f"{NAME.optimizer.clip_grad}=1, or ")
             return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
-        success = apply_gradients(run.optimizer, grad_norm)
+        threshold = run.config.optimizer.grad_norm_skip_threshold
+        if threshold is not None and grad_norm > threshold:
+            what = f"the gradient norm is {grad_norm:.3g}, above {NAME.optimizer.grad_norm_skip_threshold}"
+            logger.info("iteration %d: %s. The step is skipped", run.progress.iteration + 1, what)
+            return StepResult(**vars(losses), grad_norm=grad_norm, report=reports)
+        success, logit = apply_gradients(run.optimizer, grad_norm), max_attention_logit(run)
         if success:
+            clip_queries_and_keys(run)
             run.skipped_in_a_row = 0
             run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(**vars(losses), grad_norm=grad_norm, skipped=not success, report=reports)
+    return StepResult(
+        **vars(losses), grad_norm=grad_norm, skipped=not success, max_attention_logit=logit, report=reports
+    )
 
 
 def _zero_gradients(run: Run) -> None:

@@ -101,6 +101,11 @@ class Matmul(Kernel):
             dv += (probabilities.mT @ do).sum(2)
         return torch.cat(dqs, dim=3).flatten(1, 2), dk, dv
 
+    def max_logits(self, q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
+        """[heads]: each head's largest score within a tile, of its queries [b, h, rows, d] and keys."""
+        blocks = (self._scores(q, k, tile, row, scale) for row in range(0, tile.q_length, self.ROWS))
+        return torch.stack([scores.amax((0, 3, 4)).flatten() for scores in blocks]).amax(0)
+
     def _scores(self, q: Tensor, k: Tensor, tile: Tile, row: int, scale: float) -> Tensor:
         """Return masked scores [b, kv_heads, heads per kv head, rows, s']."""
         queries = q[:, :, row : row + self.ROWS].unflatten(1, (k.shape[1], -1))

@@ -30,10 +30,19 @@ def attend(query: Tensor, key_value: KeyValue, plan: TilePlan, call: AttentionCa
     q, k, v = (_heads_first(x) for x in (query, *key_value))
     if not any(tile.half for tile in plan):
         q, k, v = (_full_precision(x) for x in (q, k, v))
+    if call.max_logits is not None:
+        _measure(call.max_logits, q, k, plan, call.scale)
     for launch in kernel.launches(plan, q, v):
         rows, columns = launch.q_rows, launch.k_rows
         out, lse = kernel.forward(take(q, rows), take(k, columns), take(v, columns), launch, call)
         into.add(rows, out, lse)
+
+
+def _measure(max_logits: Tensor, q: Tensor, k: Tensor, plan: Plan, scale: float) -> None:
+    """Raise ``max_logits`` [heads], in place, to the largest scores within ``plan``: one more product of matrices."""
+    for tile in plan:
+        queries, keys = (_full_precision(x) for x in (take(q, tile.q_rows), take(k, tile.k_rows)))
+        max_logits.copy_(torch.maximum(max_logits, Matmul().max_logits(queries, keys, tile, scale)))
 
 
 def attend_backward(

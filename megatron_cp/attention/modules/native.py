@@ -83,6 +83,10 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         self.softmax_offset = self._build_softmax_offset()
+        self.max_logits: Tensor | None = None  # [heads on this rank], the largest scores since they were reset
+        if config.qk_clip or config.log_max_attention_logit:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.max_logits = torch.full((heads,), -torch.inf, device=device())
         self._with_transformer_engine = config.transformer_impl == "transformer_engine"
 
     def forward(
@@ -132,6 +136,7 @@ class ContextParallelAttention(MegatronModule):
             softmax_offset=self.softmax_offset,
             deterministic=self.config.deterministic_mode,
             transformer_engine=self._with_transformer_engine,
+            max_logits=self.max_logits if self.training else None,
         )
         return out.reshape(*lead, query.shape[-2] * dim_v)
 

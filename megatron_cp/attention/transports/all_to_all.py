@@ -60,6 +60,8 @@ def with_heads_exchanged(
         index = send(torch.tensor(expand), key.device)
         key, value = key.index_select(2, index), value.index_select(2, index)
     common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
+    if call.max_logits is not None:
+        common = replace(common, max_logits=call.max_logits[heads.query(peers.rank)])  # a view
     out = inner(query, key, value, softmax_offset, common)
     return _Exchanged.apply(exchange.collect, exchange.spread, (heads.query,), out)[0]
 

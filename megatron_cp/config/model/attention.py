@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_cp.config.setting import FUNCTION, LAYOUT, WEIGHTS, equals, positive, setting, share, size
 
 MULTI_HEAD = equals("model.multi_latent_attention", False)
+CLIPPED = equals("model.qk_clip", True)
 
 
 @dataclass
@@ -30,6 +31,14 @@ class Attention:
     softmax_scale: float | None = positive(None, "scale of attention scores; null: 1 / sqrt(head dim)", FUNCTION)
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = setting(
         "vanilla", "vanilla, or with a sink: off-by-one adds exp(0) to the sum, learnable one number per head", WEIGHTS
+    )
+    qk_clip: bool = setting(
+        False, "after a step, shrink query and key weights of heads with a score above qk_clip_threshold"
+    )
+    qk_clip_threshold: float = positive(100.0, "largest attention score that qk_clip allows", when=CLIPPED)
+    qk_clip_alpha: float = share(0.5, "exponent of the factor for queries; keys get the rest", when=CLIPPED)
+    log_max_attention_logit: bool = setting(
+        False, "log the largest attention score of each step; always on with qk_clip"
     )
     window_size: list[int] | None = setting(
         None, "[left, right]: keys that a query sees on each side; -1: no limit", FUNCTION, translated=True

@@ -70,6 +70,9 @@ class OptimizerConfig:
     lion_beta1: float = share(0.95, "weight of the mean gradient in the sign of a step", when=(MUON, LION))
     lion_beta2: float = share(0.98, "decay of the mean gradient", when=(MUON, LION))
     clip_grad: float = setting(1.0, "maximum global gradient norm; 0: no clipping", least=0)
+    grad_norm_skip_threshold: float | None = setting(
+        None, "skip steps with a gradient norm above this; null: skip none", least=0
+    )
     use_distributed_optimizer: bool = setting(True, "divide the optimizer's state over data-parallel ranks", OPTIMIZER)
     optimizer_cpu_offload: bool = setting(
         False, "offload the optimizer to host memory; refused by rule K28 (no offloading)"

@@ -18,8 +18,8 @@ class StepMetrics:
 
     Times in seconds; rates per second over the whole world unless named otherwise. ``learning_rate``, ``weight_decay``
     and ``loss_scale`` are the values used in this step. ``step_time_s`` excludes evaluation and checkpoints. Fields
-    that are ``None`` by default belong to packed microbatches and are omitted without packing. ``cp_sizes`` counts
-    groups by CP size.
+    that are ``None`` by default are omitted where they are None: ``max_attention_logit`` unless scores are measured, the
+    others without packing. ``cp_sizes`` counts groups by CP size.
     """
 
     iteration: int
@@ -39,6 +39,7 @@ class StepMetrics:
     mtp_losses: tuple[float, ...] = ()  # of each MTP depth; written as "mtp_1 loss" and so on
     router_losses: dict[str, float] = field(default_factory=dict)  # of experts, by name, unweighted
     loss_spike: bool = False  # far above recent losses
+    max_attention_logit: float | None = None  # largest attention score of all layers
     schedule_time_s: float | None = None
     imbalance: float | None = None
     padding_fraction: float | None = None

@@ -175,3 +175,31 @@ def deterministic_packing(c: Context) -> Iterator[Finding]:
             "on Hopper the deterministic backward pass of packed attention may run out of memory",
             NATIVE,
         )
+
+
+te_rule(
+    "E17",
+    f"{NAME.model.qk_clip} and {NAME.model.log_max_attention_logit} need our attention.",
+    "It measures the largest score on every transport, in packs too. Transformer Engine's is not read here.",
+    broken(model=dict(attention_backend="te", qk_clip=True), environment="gpu"),
+)
+
+
+@rule(
+    "E18",
+    f"{NAME.model.qk_clip} finds weights that decide the scores.",
+    "A norm of queries and keys undoes the clipping. With fewer key/value heads than tensor-parallel ranks a rank has "
+    "other rows of the weights than its heads'.",
+    broken(model=dict(qk_clip=True, qk_layernorm=True)),
+)
+def clipping_has_an_effect(c: Context) -> Iterator[Finding]:
+    if not c.model.qk_clip or c.model.multi_latent_attention:
+        return
+    for field in (NAME.model.qk_layernorm, NAME.model.qk_l2_norm):
+        if c.config.value_at(field):
+            message = f"{field} divides by the size of queries and keys, and undoes the clipping"
+            yield Finding(NAME.model.qk_clip, message, "=false", f"{field}=false")
+    if c.model.kv_heads < c.tp:
+        message = f"{c.tp} tensor-parallel ranks share {c.model.kv_heads} key/value heads"
+        smaller = f"{NAME.model.tensor_model_parallel_size}={c.model.kv_heads}"
+        yield Finding(NAME.model.qk_clip, message, "=false", smaller)
