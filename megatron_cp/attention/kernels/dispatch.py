@@ -38,7 +38,7 @@ def attend(query: Tensor, key_value: KeyValue, plan: TilePlan, call: AttentionCa
         into.add(rows, out, lse)
 
 
-def _measure(max_logits: Tensor, q: Tensor, k: Tensor, plan: Plan, scale: float) -> None:
+def _measure(max_logits: Tensor, q: Tensor, k: Tensor, plan: TilePlan, scale: float) -> None:
     """Raise ``max_logits`` [heads], in place, to the largest scores within ``plan``: one more product of matrices."""
     for tile in plan:
         queries, keys = (_full_precision(x) for x in (take(q, tile.q_rows), take(k, tile.k_rows)))

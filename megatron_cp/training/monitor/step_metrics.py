@@ -18,8 +18,8 @@ class StepMetrics:
 
     Times in seconds; rates per second over the whole world unless named otherwise. ``learning_rate``, ``weight_decay``
     and ``loss_scale`` are the values used in this step. ``step_time_s`` excludes evaluation and checkpoints. Fields
-    that are ``None`` by default are omitted where they are None: ``max_attention_logit`` unless scores are measured, the
-    others without packing. ``cp_sizes`` counts groups by CP size.
+    that are ``None`` are omitted: ``max_attention_logit`` unless scores are measured, the others without packing.
+    ``cp_sizes`` counts groups by CP size.
     """
 
     iteration: int
