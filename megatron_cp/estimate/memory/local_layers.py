@@ -1,0 +1,222 @@
+"""The steps of megatron-core's own layers with this project's attention, as they run on a CPU. Pure.
+
+Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_cp.attention.transports.registry import known_transports
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
+from megatron_cp.models.layers.mamba.shape import MambaShape
+
+CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
+
+
+def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
+    """A norm of the residual stream. torch writes RMSNorm out: it keeps what is normalized and its root, too."""
+    stream = residual(model, b)
+    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
+    work = 3 * stream
+    if model.normalization == "RMSNorm":
+        keeps[RESIDUAL, f"{name} normalized"] = stream
+    else:
+        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
+        work = 2 * stream
+    return [Step(keeps, work)]
+
+
+def residual(model: ModelConfig, b: int) -> float:
+    """Bytes a token of the residual stream on this rank."""
+    return model.hidden_size * b / _parts(model)
+
+
+def _parts(model: ModelConfig) -> int:
+    return model.tensor_model_parallel_size if model.sequence_parallel else 1
+
+
+def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
+    """A product with a matrix cut by columns, ``width`` on this rank; it keeps a norm's output."""
+    whole = model.hidden_size * b
+    again = whole / _parts(model) if model.sequence_parallel else 0  # reduced and scattered
+    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
+
+
+def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
+    """A product with a matrix cut by rows, whose output is added to the residual stream."""
+    whole = model.hidden_size * b
+    gathered = whole if model.sequence_parallel else 0
+    return Step({keeps: width * b}, width * b + gathered, whole * width)
+
+
+def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
+    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
+    stream, steps = residual(model, b), []
+    if model.sandwich_norm:
+        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
+        if model.normalization == "RMSNorm":
+            keeps[RESIDUAL, f"{name} after normalized"] = stream
+        steps.append(Step(keeps, 3 * stream))
+    if model.hidden_dropout:
+        steps.append(Step({(RESIDUAL, f"{name} mask"): stream / b}, stream))
+    return steps
+
+
+def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
+    channels = model.kv_channels or model.hidden_size // heads
+    q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
+    width = q + 2 * k
+    steps = [*norm_steps(model, b, "attention"), column_step(model, b, "attention", width / b)]
+    steps.append(Step({}, 2 * width))
+    if model.qk_layernorm:
+        roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
+        steps.append(Step({(ATTENTION, "qkv"): width, (ATTENTION, "q"): q, (ATTENTION, "roots"): roots}, 2 * width))
+        if model.normalization == "RMSNorm":
+            steps[-1].keeps[ATTENTION, "normalized"] = q + k
+    if model.position_embedding_type in ("rope", "yarn"):
+        tables = 4 * channels * b / micro_batch_size
+        steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
+    steps += core_steps(model, b, q, k, k, q)
+    steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float) -> list[Step]:
+    """Attention itself, by transport; sizes are bytes a token of queries, keys, values and outputs."""
+    cp = model.context_parallel_size
+    lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
+    inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): q + k + v}
+    keeps = {(ATTENTION, "q rotated"): q, (ATTENTION, "k read"): k, (ATTENTION, "v read"): v, (ATTENTION, "lse"): lse}
+    transports = known_transports(model.transports) if cp > 1 else ()
+    if any(each.name == "all_gather" for each in transports):
+        keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
+        gradients, name = out + 1.5 * q + 2.5 * cp * (k + v), "output"
+    elif any(each.exchanges_heads for each in transports):
+        gradients, name = out + 2 * (q + k + v), "output of heads"
+    elif transports:
+        gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
+    else:
+        gradients, name = out + 2 * (q + k + v), "output"
+    return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
+
+
+def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
+    width = (model.ffn_hidden_size or 4 * model.hidden_size) / model.tensor_model_parallel_size
+    inner = 2 if model.gated_linear_unit else 1
+    f = width * b
+    inside = [
+        column_step(model, b, "mlp", inner * width),
+        activation_step(model, MLP, f),
+        row_step(model, b, (MLP, "activation"), width),
+    ]
+    inside = [replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): residual(model, b)}) for step in inside]
+    return [*norm_steps(model, b, "mlp"), *inside, *after_steps(model, b, MLP, "mlp")]
+
+
+def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
+    """``f``: bytes a token of the activation's output."""
+    if model.gated_linear_unit:
+        return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
+    return Step({(kind, "matrix 1"): f}, 2 * f)
+
+
+def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
+    hidden, topk, count = model.hidden_size, model.moe_router_topk, model.num_moe_experts or 1
+    parts, etp = _parts(model), model.expert_tensor_parallel_size or 1
+    local = count // model.expert_model_parallel_size
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) / etp
+    inside = (model.moe_latent_size or hidden) * b
+    stream, routed = residual(model, b), topk / parts * etp * load
+    e = routed * width * b
+    out = routed * inside
+    steps = []
+    router = (5 * count + topk * (8 + b)) / parts
+    steps.append(Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream))
+    steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
+    inner = 2 if model.gated_linear_unit else 1
+    steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
+    keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "gate"): e, (EXPERTS, "plain activation"): e}
+    if model.gated_linear_unit:
+        keeps[EXPERTS, "offset"] = e
+    steps.append(Step(keeps, out + out / local + 3 * e / local))
+    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width))
+    if shared := model.moe_shared_expert_intermediate_size:
+        s = shared * b / model.tensor_model_parallel_size
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared gate"): s, (EXPERTS, "shared activation"): s}
+        if model.gated_linear_unit:
+            keeps[EXPERTS, "shared offset"] = s
+        if model.moe_shared_expert_gate:
+            keeps[EXPERTS, "shared output"] = stream
+        steps.append(Step(keeps, 3 * s + stream))
+    steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
+    return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
+
+
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    """Keys and values from one latent vector; sizes as in :func:`attention_steps`."""
+    tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
+    q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
+    v = heads * model.v_head_dim * b / tp
+    rank, latent = (model.q_lora_rank or 0) * b, model.kv_lora_rank * b
+    shared = model.qk_pos_emb_head_dim * b
+    parts = 1  # the latent vectors are whole on every rank
+    steps = norm_steps(model, b, "attention")
+    steps.append(Step({(RESIDUAL, "attention output"): stream}, rank + latent + shared + 2 * stream, 0))
+    normed = 2 if model.qk_layernorm else 1
+    keeps = {(ATTENTION, "compressed"): (rank + latent + shared) / parts}
+    if model.qk_layernorm:
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / parts
+        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None))
+    steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
+    tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
+    steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
+    steps += core_steps(model, b, q, q, v, v)
+    steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    """This project's scan in PyTorch, in float32: it keeps the matrices of each chunk."""
+    tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
+    shape = MambaShape(max(1, whole.heads // tp), max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    projected, convolved, inner, heads = sum(shape.projected), sum(shape.convolved), shape.inner, shape.heads
+    c, f = CHUNK_SIZE, 4
+    within = 2 * heads * c + shape.groups * c  # decays, products, and C B
+    states = 2 * inner * shape.state_dim / c
+    keeps = {
+        (MAMBA, "projected"): projected * b,
+        (MAMBA, "convolution"): 5 * convolved * f,
+        (MAMBA, "steps"): (2 * heads + 2 * heads) * f,
+        (MAMBA, "scanned"): (6 * inner + 2 * shape.groups * shape.state_dim) * f,
+        (MAMBA, "chunks"): (within + heads * shape.state_dim) * f,
+        (MAMBA, "states"): states * f,
+    }
+    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
+    steps.append(Step(keeps, (2 * heads * c + 3 * inner) * f))
+    steps.append(Step({(MAMBA, "gated"): 4 * inner * f}, 4 * inner * f))
+    steps.append(row_step(model, b, (MAMBA, "normalized"), inner))
+    return steps
+
+
+def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
+    """The last norm, the output layer and the loss, which is made in the logits' memory, in float32."""
+    output = column_step(model, b, "ending", rows)
+    whole = model.hidden_size * b
+    if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum
+        piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
+        return [
+            *norm_steps(model, b, "ending"),
+            Step(output.keeps, residual(model, b), piece + whole * rows * (1 + 4 / b)),
+        ]
+    logits = {(LOGITS, "softmax"): rows * 4.0}
+    small = {(LOGITS, "targets"): 17.0}
+    keeps = {**output.keeps, **logits}
+    rounded = rows * b if b < 4 else 0
+    return [
+        *norm_steps(model, b, "ending"),
+        Step(keeps, output.gradients - rows * b + rounded, output.weight),
+        Step({**logits, **small}, 8.0),
+    ]
