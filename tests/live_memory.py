@@ -54,8 +54,17 @@ class LiveMemory(TorchDispatchMode):
         self._modules: list[tuple[str, str]] = []
         self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
         self.detailed = False
+        self.expert_load = 1.0
         for kind, tensor in states_of(run):
             self._see(tensor, Origin(kind, "", "", tuple(tensor.shape)))
+
+    def see_batches(self, microbatches: Any) -> None:
+        """What is read of the data is made by other threads."""
+        for microbatch in microbatches:
+            values = microbatch if isinstance(microbatch, dict) else vars(microbatch)
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    self._see(value, Origin(WORK, "batch", "", tuple(value.shape)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
