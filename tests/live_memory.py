@@ -6,13 +6,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from megatron.core.parallel_state import get_global_memory_buffer
 
 from megatron_cp.training.setup import Run
 
@@ -54,7 +56,12 @@ class LiveMemory(TorchDispatchMode):
         self._modules: list[tuple[str, str]] = []
         self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
         self.detailed = False
-        self.expert_load = 1.0
+        self.loads: list[float] = []  # of each layer's experts here, beside the mean of all ranks
+        self._routed = 0
+        model = run.config.model
+        self._routes = model.moe_router_topk * (model.expert_tensor_parallel_size or 1)
+        for buffer in get_global_memory_buffer().buffer.values():  # that of gathered tokens stays
+            self._see(buffer, Origin(WORK, "gathered", "", tuple(buffer.shape)))
         for kind, tensor in states_of(run):
             self._see(tensor, Origin(kind, "", "", tuple(tensor.shape)))
 
@@ -68,10 +75,23 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
+        if self._modules and torch._C._current_graph_task_id() == -1:
+            self._claim(args)
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, function)
         return output
+
+    def _claim(self, args: Any) -> None:
+        """What another pipeline stage has sent is this one's residual stream as soon as a layer reads it."""
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                known = self._live.get(id(tensor.untyped_storage()))
+                if known is not None and known[2].kind == WORK and known[2].operation.startswith("aten.empty"):
+                    reference, size, origin = known
+                    self._live[id(tensor.untyped_storage())] = reference, size, replace(origin, kind=RESIDUAL)
+                    self._now[WORK] -= size
+                    self._now[RESIDUAL] += size
 
     def _see(self, tensor: torch.Tensor, made_by: Any) -> None:
         storage = tensor.untyped_storage()
@@ -118,6 +138,10 @@ class LiveMemory(TorchDispatchMode):
         elif kind.endswith("mlp") and self._modules and self._modules[-1][0] == _KINDS["experts"]:
             kind = _KINDS["experts"]
         self._modules.append((kind, name))
+        if name.endswith("mlp.router") and torch._C._current_graph_task_id() == -1:
+            self._routed = inputs[0].shape[:-1].numel() * self._routes
+        if name.endswith("mlp.experts") and self._routed:
+            self.loads.append(inputs[0].shape[0] / self._routed)
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._modules.pop()

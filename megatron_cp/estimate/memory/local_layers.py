@@ -40,7 +40,7 @@ def _parts(model: ModelConfig) -> int:
 def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
     """A product with a matrix cut by columns, ``width`` on this rank; it keeps a norm's output."""
     whole = model.hidden_size * b
-    again = whole / _parts(model) if model.sequence_parallel else 0  # reduced and scattered
+    again = whole + whole / _parts(model) if model.sequence_parallel else 0  # gloo copies what it reduces and scatters
     return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
 
 
@@ -60,8 +60,14 @@ def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
             keeps[RESIDUAL, f"{name} after normalized"] = stream
         steps.append(Step(keeps, 3 * stream))
     if model.hidden_dropout:
-        steps.append(Step({(RESIDUAL, f"{name} mask"): stream / b}, stream))
+        steps.append(dropout_step(model, b, name))
     return steps
+
+
+def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
+    """On a CPU the mask has the activations' own dtype."""
+    stream = residual(model, b)
+    return Step({(RESIDUAL, f"{name} mask"): stream}, stream)
 
 
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
@@ -142,7 +148,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     if model.gated_linear_unit:
         keeps[EXPERTS, "offset"] = e
     steps.append(Step(keeps, out + out / local + 3 * e / local))
-    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width))
+    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=3 * out))
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
         keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared gate"): s, (EXPERTS, "shared activation"): s}
@@ -162,13 +168,12 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     v = heads * model.v_head_dim * b / tp
     rank, latent = (model.q_lora_rank or 0) * b, model.kv_lora_rank * b
     shared = model.qk_pos_emb_head_dim * b
-    parts = 1  # the latent vectors are whole on every rank
     steps = norm_steps(model, b, "attention")
     steps.append(Step({(RESIDUAL, "attention output"): stream}, rank + latent + shared + 2 * stream, 0))
     normed = 2 if model.qk_layernorm else 1
-    keeps = {(ATTENTION, "compressed"): (rank + latent + shared) / parts}
+    keeps = {(ATTENTION, "compressed"): rank + latent + shared}
     if model.qk_layernorm:
-        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / parts
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent)
         keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None))
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
     tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
@@ -179,26 +184,27 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
 
 
 def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
-    """This project's scan in PyTorch, in float32: it keeps the matrices of each chunk."""
+    """This project's scan in PyTorch (models/layers/mamba/ssd.py): chunk by chunk, in float32."""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
-    shape = MambaShape(max(1, whole.heads // tp), max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
-    projected, convolved, inner, heads = sum(shape.projected), sum(shape.convolved), shape.inner, shape.heads
-    c, f = CHUNK_SIZE, 4
-    within = 2 * heads * c + shape.groups * c  # decays, products, and C B
-    states = 2 * inner * shape.state_dim / c
-    keeps = {
-        (MAMBA, "projected"): projected * b,
-        (MAMBA, "convolution"): 5 * convolved * f,
-        (MAMBA, "steps"): (2 * heads + 2 * heads) * f,
-        (MAMBA, "scanned"): (6 * inner + 2 * shape.groups * shape.state_dim) * f,
-        (MAMBA, "chunks"): (within + heads * shape.state_dim) * f,
-        (MAMBA, "states"): states * f,
-    }
+    shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
+    states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
+    of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
+    projected = sum(shape.projected)
     steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
-    steps.append(Step(keeps, (2 * heads * c + 3 * inner) * f))
-    steps.append(Step({(MAMBA, "gated"): 4 * inner * f}, 4 * inner * f))
-    steps.append(row_step(model, b, (MAMBA, "normalized"), inner))
-    return steps
+    keeps = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
+    steps.append(Step(keeps, 3 * conv + projected * b))
+    steps.append(Step({(MAMBA, "steps"): 2 * heads * f, (MAMBA, "x dt"): inner}, conv + 3 * inner))
+    keeps = {(MAMBA, "B and C"): 2 * states, (MAMBA, "C B"): pair, (MAMBA, "decay"): within}
+    steps.append(Step(keeps, 3 * within + pair + 2 * inner + 2 * states + 4 * heads * f))
+    steps.append(Step({(MAMBA, "weighted"): within, (MAMBA, "x of chunks"): inner}, within + 4 * inner))
+    keeps = {(MAMBA, "to end"): inner, (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
+    keeps[MAMBA, "carried"] = 2 * heads * f
+    steps.append(Step(keeps, of_heads + 4 * inner))
+    keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
+    steps.append(Step(keeps, 3 * inner))
+    steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
+    return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
 
 
 def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:

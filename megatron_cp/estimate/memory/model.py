@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
-from megatron_cp.estimate.memory.parts import LayerSettings, ending_cost, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.local_layers import residual
+from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_cost, layer_cost, whole_layers_again
 from megatron_cp.estimate.memory.platform import GPU, Platform
 from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
 from megatron_cp.estimate.memory.states import state_bytes
@@ -43,6 +45,8 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     last = stage == model.pipeline_model_parallel_size - 1
     under_way = microbatches_under_way(model, stage, job.microbatches)
     costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
+    if stage == 0 and model.hidden_dropout:
+        costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
@@ -53,14 +57,24 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
     kinds = _at_the_peak(kept, costs[-1], tokens)
+    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * tokens * residual(model, settings.item)
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:
         kinds["buffers"] += tokens * model.hidden_size * settings.item  # gathered tokens, in memory that stays
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
-    kinds.update(state_bytes(job, stage, chunks))
+    kinds.update(state_bytes(job, stage, chunks, where.te_layers))
     if where.context or where.waste:
         kinds["allocator"] = where.context + where.waste * activations
     return MemoryEstimate(dict(kinds), stage)
+
+
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
+    """Tensors as large as the residual stream that a stage holds for others: what it has sent or received too early."""
+    if model.pipeline_model_parallel_size == 1 or microbatches == 1:
+        return 0
+    if (model.virtual_pipeline_model_parallel_size or 1) > 1:
+        return 5 if stage else 3
+    return 1 if stage else 0
 
 
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_layers, te_layers
+from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.tape import RESIDUAL, Moment, PartCost, Step, cost_of
 
 # What a layer on its own does not depend on.
@@ -60,7 +61,7 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
     layers = te_layers if settings.te_layers else local_layers
     stream = local_layers.residual(model, b)
     chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
-    steps = [_with_recomputation(_steps(settings, layers, part), chosen) for part in parts]
+    steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
     return in_sequence([cost_of(each, stream) for each in steps])
 
 
@@ -88,7 +89,7 @@ def in_sequence(parts: Sequence[PartCost]) -> PartCost:
     return PartCost(dict(kept), moments)
 
 
-def _with_recomputation(steps: list[Step], chosen: Sequence[str]) -> list[Step]:
+def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequence[str]) -> list[Step]:
     """Selective recomputation: steps that are computed again are one, which keeps what they begin with."""
     again = [place for place, step in enumerate(steps) if step.module in chosen and step.module]
     if not again:
@@ -96,23 +97,36 @@ def _with_recomputation(steps: list[Step], chosen: Sequence[str]) -> list[Step]:
     inside = steps[again[0] : again[-1] + 1]
     inputs, cost = inside[0].inputs, cost_of(inside, 0.0)
     most = max(moment.total(1.0) - moment.weight for moment in cost.moments)
-    one = Step(inputs, max(0.0, most - sum(inputs.values())), max(moment.weight for moment in cost.moments))
+    again_made = local_layers.residual(settings.model, settings.item)
+    gradients = max(0.0, most - sum(inputs.values())) + again_made
+    one = Step(inputs, gradients, max(moment.weight for moment in cost.moments), forward=inside[-1].forward)
     return [*steps[: again[0]], one, *steps[again[-1] + 1 :]]
 
 
 @lru_cache(maxsize=4096)
 def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartCost:
-    """Of a group of layers that full recomputation runs again: it keeps the first one's input alone."""
+    """Of a group of layers that full recomputation runs again: it keeps the first one's input alone.
+
+    While its backward pass runs, what came out of it exists again.
+    """
     stream = local_layers.residual(settings.model, settings.item)
     cost = in_sequence([layer_cost(settings, each) for each in parts])
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
     moments = [
-        Moment({RESIDUAL: kept}, sum(moment.kept.values()) - stream + moment.gradients, moment.weight)
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
         for moment in cost.moments
     ]
     return PartCost({RESIDUAL: kept}, moments)
+
+
+@lru_cache(maxsize=4096)
+def embedding_cost(settings: LayerSettings) -> PartCost:
+    """Of the embedding's dropout."""
+    layers = te_layers if settings.te_layers else local_layers
+    stream = local_layers.residual(settings.model, settings.item)
+    return cost_of([layers.dropout_step(settings.model, settings.item, "embedding")], stream)
 
 
 @lru_cache(maxsize=4096)
@@ -123,4 +137,15 @@ def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) 
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    return cost_of(layers.ending_steps(model, b, rows, tokens_at_once), 0.0)
+    ending = cost_of(layers.ending_steps(model, b, rows, tokens_at_once), 0.0)
+    depths = model.mtp_num_layers or 0
+    if not depths:
+        return ending
+    stream = local_layers.residual(model, b)
+    norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
+    joined = Step({(RESIDUAL, "joined"): 2 * local_layers.residual(model, b)}, 4 * stream)
+    layer = mtp_depths(model)[0]
+    before = cost_of([*norms, joined], stream)
+    each = [before, *(layer_cost(settings, parts) for parts in layer)]
+    last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
+    return in_sequence([*([*each, last_norm] * depths), *([ending] * (1 + depths))])

@@ -18,11 +18,11 @@ from megatron_cp.estimate.memory.stages import Chunk
 from megatron_cp.models.vocabulary import padded_vocab_size
 
 
-def state_bytes(job: Job, stage: int, chunks: Sequence[Chunk]) -> dict[str, float]:
+def state_bytes(job: Job, stage: int, chunks: Sequence[Chunk], te_layers: bool) -> dict[str, float]:
     """Bytes of ``weights``, ``gradients`` and ``optimizer``."""
     distributed, item = job.optimizer.use_distributed_optimizer, 4 if job.gemm == "fp32" else 2
     elements = {False: 0, True: 0}  # by whether they are experts' own
-    for count, parameter in _parameters(job, stage, chunks):
+    for count, parameter in _parameters(job, stage, chunks, te_layers):
         size = parameter.elements
         if distributed:
             size = -(-size // ALIGNMENT) * ALIGNMENT
@@ -42,15 +42,15 @@ def state_bytes(job: Job, stage: int, chunks: Sequence[Chunk]) -> dict[str, floa
     }
 
 
-def _parameters(job: Job, stage: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, Parameter]]:
+def _parameters(job: Job, stage: int, chunks: Sequence[Chunk], te_layers: bool) -> Iterator[tuple[int, Parameter]]:
     """Parameters of a stage, and how often it has them."""
     model, rows = job.model, padded_vocab_size(job.model, job.vocab_size)
     for parts, count in Counter(parts for chunk in chunks for parts in chunk).items():
-        for parameter in layer_parameters(model, parts):
+        for parameter in layer_parameters(model, parts, te_layers):
             yield count, parameter
     if stage == 0:
         for parameter in embedding_parameters(model, rows):
             yield 1, parameter
     if stage == model.pipeline_model_parallel_size - 1:
-        for parameter in ending_parameters(model, rows, first=stage == 0):
+        for parameter in ending_parameters(model, rows, stage == 0, te_layers):
             yield 1, parameter

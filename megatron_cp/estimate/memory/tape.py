@@ -22,6 +22,7 @@ class Step:
     gradients: what its backward holds beside those: gradients of its outputs and inputs, and what they are made with.
     weight: bytes of its weight's gradient, whatever the tokens, until it is added to the sum over microbatches.
     module: of selective recomputation, that the step belongs to. inputs: what is kept where this module is recomputed.
+    forward: what its forward pass holds beside all that was kept until then.
     """
 
     keeps: Mapping[tuple[str, str], float]
@@ -29,6 +30,7 @@ class Step:
     weight: float = 0.0
     module: str = ""
     inputs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    forward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,11 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
     for step in steps:
         alive.update(step.keeps)
     kept = _by_kind(alive)
-    moments = []
+    moments, so_far = [], {}
+    for step in steps:
+        so_far.update(step.keeps)
+        if step.forward:
+            moments.append(Moment(_by_kind(so_far), step.forward, 0.0))
     for place in reversed(range(len(steps))):
         step = steps[place]
         moments.append(Moment(_by_kind(alive), stream + step.gradients, step.weight))

@@ -10,22 +10,37 @@ from dataclasses import replace
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_layers
-from megatron_cp.estimate.memory.local_layers import after_steps, residual, row_step
+from megatron_cp.estimate.memory.local_layers import residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
 
 def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
     """One module: it keeps its input, the norm's output and root; ``width`` of its output on this rank."""
-    roots = 4.0 if model.normalization == "RMSNorm" else 8.0
-    keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
     column = local_layers.column_step(model, b, name, width)
-    return [Step(keeps, 3 * residual(model, b)), replace(column, weight=0.0)]
+    return [*norm_steps(model, b, name), replace(column, weight=0.0)]
 
 
 def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
     """The product that makes a weight's gradient adds it to the sum over microbatches."""
     return replace(row_step(model, b, keeps, width), weight=0.0)
+
+
+def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
+    """Dropout's mask has a byte an element."""
+    steps = local_layers.after_steps(model, b, kind, name)
+    return [*steps[:-1], dropout_step(model, b, name)] if model.hidden_dropout else steps
+
+
+def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
+    return Step({(RESIDUAL, f"{name} mask"): residual(model, b) / b}, residual(model, b))
+
+
+def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
+    """A norm that no product follows in the same module."""
+    roots = 4.0 if model.normalization == "RMSNorm" else 8.0
+    keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
+    return [Step(keeps, 3 * residual(model, b))]
 
 
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
