@@ -148,7 +148,9 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     if model.gated_linear_unit:
         keeps[EXPERTS, "offset"] = e
     steps.append(Step(keeps, out + out / local + 3 * e / local))
-    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=3 * out))
+    exchanged = model.expert_model_parallel_size * etp > 1  # back to the ranks that the tokens are from
+    forward = 3 * out + stream + (topk / parts * inside if exchanged else 0)
+    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
         keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared gate"): s, (EXPERTS, "shared activation"): s}

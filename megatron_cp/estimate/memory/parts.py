@@ -137,7 +137,8 @@ def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) 
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    ending = cost_of(layers.ending_steps(model, b, rows, tokens_at_once), 0.0)
+    steps = layers.ending_steps(model, b, rows, tokens_at_once)
+    ending = cost_of(steps, 0.0)
     depths = model.mtp_num_layers or 0
     if not depths:
         return ending
@@ -148,4 +149,4 @@ def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) 
     before = cost_of([*norms, joined], stream)
     each = [before, *(layer_cost(settings, parts) for parts in layer)]
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
-    return in_sequence([*([*each, last_norm] * depths), *([ending] * (1 + depths))])
+    return in_sequence([*([*each, last_norm] * depths), ending, *([cost_of(steps[1:], 0.0)] * depths)])
