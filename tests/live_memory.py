@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from megatron.core.parallel_state import get_global_memory_buffer
 
 from megatron_cp.training.setup import Run
 
@@ -133,9 +132,9 @@ class LiveMemory(TorchDispatchMode):
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         name = self._names.get(module, "")
         kind = next((_KINDS[part] for part in reversed(name.split(".")) if part in _KINDS), RESIDUAL)
-        if kind.endswith("mlp") and hasattr(module, "router"):
-            kind = _KINDS["experts"]
-        elif kind.endswith("mlp") and self._modules and self._modules[-1][0] == _KINDS["experts"]:
+        if (kind.endswith("mlp") and hasattr(module, "router")) or (
+            kind.endswith("mlp") and self._modules and self._modules[-1][0] == _KINDS["experts"]
+        ):
             kind = _KINDS["experts"]
         self._modules.append((kind, name))
         if name.endswith("mlp.router") and torch._C._current_graph_task_id() == -1:

@@ -94,7 +94,7 @@ def _sizes(draw: random.Random, world_size: int, settings: dict[str, Any]) -> di
 
 
 def _layout(draw: random.Random, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
-    sizes = {name: 1 for name in ("tensor", "pipeline", "context")}
+    sizes = dict.fromkeys(("tensor", "pipeline", "context"), 1)
     left = world_size
     while left > 1:
         name = draw.choice([*sizes, "data"])

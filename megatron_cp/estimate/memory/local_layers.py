@@ -82,19 +82,24 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         steps.append(Step({(ATTENTION, "qkv"): width, (ATTENTION, "q"): q, (ATTENTION, "roots"): roots}, 2 * width))
         if model.normalization == "RMSNorm":
             steps[-1].keeps[ATTENTION, "normalized"] = q + k
-    if model.position_embedding_type in ("rope", "yarn"):
+    rotates = model.position_embedding_type in ("rope", "yarn")
+    if not rotates and model.kv_heads == heads:
+        steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
+    if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
-    steps += core_steps(model, b, q, k, k, q)
+    cut = rotates or model.kv_heads != heads  # else queries are read where the projection has left them
+    steps += core_steps(model, b, q if cut else 0, k, k, q, width)
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
-def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float) -> list[Step]:
-    """Attention itself, by transport; sizes are bytes a token of queries, keys, values and outputs."""
+def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
+    """Attention itself, by transport; sizes are bytes a token of queries, keys, values, outputs, and what values are
+    a view of."""
     cp = model.context_parallel_size
     lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
-    inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): q + k + v}
+    inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): projected}
     keeps = {(ATTENTION, "q rotated"): q, (ATTENTION, "k read"): k, (ATTENTION, "v read"): v, (ATTENTION, "lse"): lse}
     transports = known_transports(model.transports) if cp > 1 else ()
     if any(each.name == "all_gather" for each in transports):
@@ -106,6 +111,8 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
         gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
     else:
         gradients, name = out + 2 * (q + k + v), "output"
+    if v != k:  # the kernel wants heads of one size
+        gradients += 1.75 * q
     return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
 
 
@@ -126,7 +133,7 @@ def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
     """``f``: bytes a token of the activation's output."""
     if model.gated_linear_unit:
         return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
-    return Step({(kind, "matrix 1"): f}, 2 * f)
+    return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
 
 
 def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
@@ -172,7 +179,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     shared = model.qk_pos_emb_head_dim * b
     steps = norm_steps(model, b, "attention")
     steps.append(Step({(RESIDUAL, "attention output"): stream}, rank + latent + shared + 2 * stream, 0))
-    normed = 2 if model.qk_layernorm else 1
+    normed = 2 if model.normalization == "RMSNorm" else 1
     keeps = {(ATTENTION, "compressed"): rank + latent + shared}
     if model.qk_layernorm:
         keeps[ATTENTION, "normalized"] = normed * (rank + latent)
@@ -180,7 +187,8 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
     tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
-    steps += core_steps(model, b, q, q, v, v)
+    projected = heads * (model.qk_head_dim + model.v_head_dim) * b / tp
+    steps += core_steps(model, b, q, q, v, v, projected)
     steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 

@@ -25,7 +25,7 @@ def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
 
 def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
     """Of each pipeline stage that may need most: stages of the same layers need less the later they come."""
-    settings = LayerSettings(job.model, where.te_layers, job.gemm, job.micro_batch_size, job.expert_load)
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
     seen, stages = set(), chunks_of_stages(job.model)
     for stage, chunks in enumerate(stages):
         ends = stage == 0, stage == len(stages) - 1
@@ -36,7 +36,7 @@ def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]
 
 def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
     """Of one pipeline stage."""
-    settings = LayerSettings(job.model, where.te_layers, job.gemm, job.micro_batch_size, job.expert_load)
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
     return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
 
 

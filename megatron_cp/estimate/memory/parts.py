@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from types import ModuleType
@@ -12,7 +12,8 @@ from types import ModuleType
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_layers, te_layers
 from megatron_cp.estimate.memory.parameters import mtp_depths
-from megatron_cp.estimate.memory.tape import RESIDUAL, Moment, PartCost, Step, cost_of
+from megatron_cp.estimate.memory.platform import Platform
+from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
 
 # What a layer on its own does not depend on.
 _OF_STAGES = {
@@ -32,14 +33,15 @@ _values = attrgetter(*(field.name for field in fields(ModelConfig) if field.name
 class LayerSettings:
     """A model's settings that its layers depend on: equal for layouts that divide the layers otherwise alone.
 
-    te_layers, gemm, micro_batch_size, load: of the platform and the job.
+    gemm, micro_batch_size, load: of the job.
     """
 
-    def __init__(self, model: ModelConfig, te_layers: bool, gemm: str, micro_batch_size: int, load: float) -> None:
+    def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
         self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
-        self.te_layers = te_layers
+        self.te_layers = where.te_layers
+        self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        self._key = (te_layers, gemm, micro_batch_size, load, *values)
+        self._key = (self.te_layers, self.scores, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -69,10 +71,19 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
     model, b = settings.model, settings.item
     if part == "*":
         attend = layers.latent_attention_steps if model.multi_latent_attention else layers.attention_steps
-        return attend(model, b, settings.micro_batch_size)
+        return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
     if part == "E":
         return layers.experts_steps(model, b, settings.load)
     return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.micro_batch_size)
+
+
+def _with_scores(settings: LayerSettings, step: Step) -> Step:
+    """Softmax's output, and that of dropout with its mask of a byte an element (Korthikanti, arXiv:2205.05198)."""
+    if not settings.scores or step.module != "core_attn":
+        return step
+    model = settings.model
+    size = settings.scores * model.num_attention_heads / model.tensor_model_parallel_size
+    return replace(step, keeps={**step.keeps, (ATTENTION, "scores"): size * (2 * settings.item + 1)})
 
 
 def in_sequence(parts: Sequence[PartCost]) -> PartCost:
@@ -115,8 +126,7 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartC
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
     moments = [
-        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
-        for moment in cost.moments
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
     ]
     return PartCost({RESIDUAL: kept}, moments)
 

@@ -12,6 +12,7 @@ from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_layers
 from megatron_cp.estimate.memory.local_layers import residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
+from megatron_cp.models.fusions import fused_loss
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
 
@@ -134,7 +135,9 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
 
 
 def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """The loss writes the logits' gradients over them, where it is Transformer Engine's."""
+    """Transformer Engine's loss writes the logits' gradients over them; another one is the CPU's, in float32."""
+    if fused_loss(model, te_layers=True) != "te":
+        return [*norm_steps(model, b, "ending"), *local_layers.ending_steps(model, b, rows, tokens_at_once)[1:]]
     stream, whole = residual(model, b), model.hidden_size * b
     norm = Step({(RESIDUAL, "ending input"): stream, (RESIDUAL, "ending root"): 4.0}, 2 * stream)
     keeps = {(RESIDUAL, "ending output"): stream}
