@@ -88,10 +88,17 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
-    cut = rotates or model.kv_heads != heads  # else queries are read where the projection has left them
-    steps += core_steps(model, b, q if cut else 0, k, k, q, width)
+    core = core_steps(model, b, q, k, k, q, width)
+    if not rotates:  # keys, and queries of as many heads, are read where the projection has left them
+        core = [_without(step, "k rotated", *(["q rotated"] if model.kv_heads == heads else [])) for step in core]
+    steps += core
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def _without(step: Step, *names: str) -> Step:
+    keeps, inputs = ({key: size for key, size in of.items() if key[1] not in names} for of in (step.keeps, step.inputs))
+    return replace(step, keeps=keeps, inputs=inputs)
 
 
 def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
@@ -155,8 +162,11 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     if model.gated_linear_unit:
         keeps[EXPERTS, "offset"] = e
     steps.append(Step(keeps, out + out / local + 3 * e / local))
-    exchanged = model.expert_model_parallel_size * etp > 1  # back to the ranks that the tokens are from
-    forward = 3 * out + stream + (topk / parts * inside if exchanged else 0)
+    forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
+    if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
+        forward += 3 * out + topk / parts * inside - stream
+    else:
+        forward += 2 * out
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
@@ -187,8 +197,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
     tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
-    projected = heads * (model.qk_head_dim + model.v_head_dim) * b / tp
-    steps += core_steps(model, b, q, q, v, v, projected)
+    steps += core_steps(model, b, q, q, v, v, v)
     steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
@@ -225,7 +234,7 @@ def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | No
         piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
         return [
             *norm_steps(model, b, "ending"),
-            Step(output.keeps, residual(model, b), piece + whole * rows * (1 + 4 / b)),
+            Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * (2 + 4 / b)),
         ]
     logits = {(LOGITS, "softmax"): rows * 4.0}
     small = {(LOGITS, "targets"): 17.0}

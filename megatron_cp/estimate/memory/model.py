@@ -12,7 +12,7 @@ from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, end
 from megatron_cp.estimate.memory.platform import GPU, Platform
 from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
 from megatron_cp.estimate.memory.states import state_bytes
-from megatron_cp.estimate.memory.tape import PartCost
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
 
 BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
@@ -57,9 +57,12 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
     kinds = _at_the_peak(kept, costs[-1], tokens)
-    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * tokens * residual(model, settings.item)
-    if model.sequence_parallel and model.tensor_model_parallel_size > 1:
-        kinds["buffers"] += tokens * model.hidden_size * settings.item  # gathered tokens, in memory that stays
+    stream = tokens * residual(model, settings.item)
+    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
+    if len(chunks) == 1 and 0 < stage and not last and job.microbatches > under_way[0]:
+        kinds = max(kinds, _forward_again(kept, chunks[0], stream), key=lambda each: sum(each.values()))
+    if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
+        kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
     kinds.update(state_bytes(job, stage, chunks, where.te_layers))
@@ -75,6 +78,12 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
     if (model.virtual_pipeline_model_parallel_size or 1) > 1:
         return 5 if stage else 3
     return 1 if stage else 0
+
+
+def _forward_again(kept: Counter[str], chunk: Chunk, stream: float) -> Counter[str]:
+    """The end of a forward pass on a stage between others: what it sent and received before is still there."""
+    own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
+    return kept + Counter({own: stream, RESIDUAL: 2 * stream, "buffers": 2 * stream})
 
 
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:

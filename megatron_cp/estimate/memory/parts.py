@@ -107,9 +107,9 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
         return steps
     inside = steps[again[0] : again[-1] + 1]
     inputs, cost = inside[0].inputs, cost_of(inside, 0.0)
-    most = max(moment.total(1.0) - moment.weight for moment in cost.moments)
-    again_made = local_layers.residual(settings.model, settings.item)
-    gradients = max(0.0, most - sum(inputs.values())) + again_made
+    made = local_layers.residual(settings.model, settings.item)  # again, and there while backward runs
+    most = max(moment.total(1.0) - moment.weight + made * (moment.gradients > 0) for moment in cost.moments)
+    gradients = max(0.0, most - sum(inputs.values()))
     one = Step(inputs, gradients, max(moment.weight for moment in cost.moments), forward=inside[-1].forward)
     return [*steps[: again[0]], one, *steps[again[-1] + 1 :]]
 

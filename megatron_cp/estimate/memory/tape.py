@@ -73,7 +73,8 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
     for step in steps:
         so_far.update(step.keeps)
         if step.forward:
-            moments.append(Moment(_by_kind(so_far), step.forward, 0.0))
+            own = next(kind for kind, _ in step.keeps)
+            moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0))
     for place in reversed(range(len(steps))):
         step = steps[place]
         moments.append(Moment(_by_kind(alive), stream + step.gradients, step.weight))

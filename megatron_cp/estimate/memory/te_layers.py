@@ -144,6 +144,6 @@ def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | No
     gathered = 2 * whole if model.sequence_parallel else whole
     if tokens_at_once is not None:
         piece = tokens_at_once * (rows * b + whole)
-        return [norm, Step(keeps, stream, piece + whole * rows * (1 + 4 / b))]
+        return [norm, Step(keeps, stream + 8.0, piece + whole * rows * (2 + 4 / b))]
     logits = {(LOGITS, "logits"): float(rows * b)}
     return [norm, Step({**keeps, **logits}, stream + gathered, whole * rows), Step(logits, rows * b / 8)]
