@@ -79,9 +79,10 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     steps.append(Step({}, 2 * width))
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
-        steps.append(Step({(ATTENTION, "qkv"): width, (ATTENTION, "q"): q, (ATTENTION, "roots"): roots}, 2 * width))
+        normed = {(ATTENTION, "qkv"): width, (ATTENTION, "q"): q, (ATTENTION, "roots"): roots}
         if model.normalization == "RMSNorm":
-            steps[-1].keeps[ATTENTION, "normalized"] = q + k
+            normed[ATTENTION, "normalized"] = q + k
+        steps.append(Step(normed, 2 * width))
     rotates = model.position_embedding_type in ("rope", "yarn")
     if not rotates and model.kv_heads == heads:
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
@@ -208,7 +209,7 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
     shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
     heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
     states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
-    of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
+    of_heads, chunk_states = float(heads * shape.state_dim * f), inner * shape.state_dim / CHUNK_SIZE
     projected = sum(shape.projected)
     steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
     keeps = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
@@ -217,10 +218,10 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
     keeps = {(MAMBA, "B and C"): 2 * states, (MAMBA, "C B"): pair, (MAMBA, "decay"): within}
     steps.append(Step(keeps, 3 * within + pair + 2 * inner + 2 * states + 4 * heads * f))
     steps.append(Step({(MAMBA, "weighted"): within, (MAMBA, "x of chunks"): inner}, within + 4 * inner))
-    keeps = {(MAMBA, "to end"): inner, (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
+    keeps = {(MAMBA, "to end"): float(inner), (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
     keeps[MAMBA, "carried"] = 2 * heads * f
     steps.append(Step(keeps, of_heads + 4 * inner))
-    keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
+    keeps = {(MAMBA, "from before"): float(inner), (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
     steps.append(Step(keeps, 3 * inner))
     steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
     return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron_cp.config.model_config import ModelConfig
@@ -14,6 +14,8 @@ from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbat
 from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
+
+Kinds = defaultdict[str, float]  # bytes by kind
 
 BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
 
@@ -51,7 +53,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
         costs[-1] = [*costs[-1], ending_cost(settings, rows, chunk if chunk and chunk < tokens else None)]
-    kept: Counter[str] = Counter()
+    kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
             for kind, size in part.kept.items():
@@ -59,8 +61,8 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     kinds = _at_the_peak(kept, costs[-1], tokens)
     stream = tokens * residual(model, settings.item)
     kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
-    if len(chunks) == 1 and 0 < stage and not last and job.microbatches > under_way[0]:
-        kinds = max(kinds, _forward_again(kept, chunks[0], stream), key=lambda each: sum(each.values()))
+    if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
+        kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
         kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
     activations = sum(kinds.values())
@@ -80,10 +82,13 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
     return 1 if stage else 0
 
 
-def _forward_again(kept: Counter[str], chunk: Chunk, stream: float) -> Counter[str]:
+def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
     """The end of a forward pass on a stage between others: what it sent and received before is still there."""
     own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
-    return kept + Counter({own: stream, RESIDUAL: 2 * stream, "buffers": 2 * stream})
+    found = kept.copy()
+    for kind, tensors in ((own, 1), (RESIDUAL, 2), ("buffers", 2)):
+        found[kind] += tensors * stream
+    return found
 
 
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
@@ -97,10 +102,10 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
     return again + [layer_cost(settings, parts) for parts in chunk[size:]]
 
 
-def _at_the_peak(kept: Counter[str], parts: Sequence[PartCost], tokens: float) -> Counter[str]:
+def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
     """Kinds when most is held while the backward pass goes through ``parts`` from the last to the first."""
     held = kept.copy()
-    total, most, peak = sum(held.values()), -1.0, Counter(kept)
+    total, most, peak = sum(held.values()), -1.0, kept.copy()
     known: set[int] = set()
     for part in reversed(parts):
         for kind, size in part.kept.items():

@@ -5,7 +5,7 @@ A part is written down as its steps in forward order. Sizes are bytes for each t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +69,8 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
     for step in steps:
         alive.update(step.keeps)
     kept = _by_kind(alive)
-    moments, so_far = [], {}
+    moments: list[Moment] = []
+    so_far: dict[tuple[str, str], float] = {}
     for step in steps:
         so_far.update(step.keeps)
         if step.forward:
@@ -85,7 +86,7 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
 
 
 def _by_kind(tensors: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    sizes: Counter[str] = Counter()
+    sizes: defaultdict[str, float] = defaultdict(float)
     for (kind, _), size in tensors.items():
         sizes[kind] += size
     return dict(sizes)
