@@ -79,7 +79,9 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     steps.append(Step({}, 2 * width))
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
-        normed = {(ATTENTION, "qkv"): width, (ATTENTION, "q"): q, (ATTENTION, "roots"): roots}
+        normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
+        if model.kv_heads != heads:
+            normed[ATTENTION, "q"] = q  # put together from groups of heads
         if model.normalization == "RMSNorm":
             normed[ATTENTION, "normalized"] = q + k
         steps.append(Step(normed, 2 * width))
@@ -120,7 +122,7 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     else:
         gradients, name = out + 2 * (q + k + v), "output"
     if v != k:  # the kernel wants heads of one size
-        gradients += 1.75 * q
+        gradients += 1.75 * q if cp > 1 else max(0.0, q + k - 2 * v)
     return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
 
 
@@ -159,9 +161,9 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
     inner = 2 if model.gated_linear_unit else 1
     steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
-    keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "gate"): e, (EXPERTS, "plain activation"): e}
+    keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
     if model.gated_linear_unit:
-        keeps[EXPERTS, "offset"] = e
+        keeps |= {(EXPERTS, "gate"): e, (EXPERTS, "offset"): e}
     steps.append(Step(keeps, out + out / local + 3 * e / local))
     forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
     if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
@@ -171,9 +173,9 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
-        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared gate"): s, (EXPERTS, "shared activation"): s}
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
         if model.gated_linear_unit:
-            keeps[EXPERTS, "shared offset"] = s
+            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
         if model.moe_shared_expert_gate:
             keeps[EXPERTS, "shared output"] = stream
         steps.append(Step(keeps, 3 * s + stream))
@@ -191,10 +193,10 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     steps = norm_steps(model, b, "attention")
     steps.append(Step({(RESIDUAL, "attention output"): stream}, rank + latent + shared + 2 * stream, 0))
     normed = 2 if model.normalization == "RMSNorm" else 1
-    keeps = {(ATTENTION, "compressed"): rank + latent + shared}
+    keeps = {(ATTENTION, "compressed"): float(rank + latent + shared)}
     if model.qk_layernorm:
-        keeps[ATTENTION, "normalized"] = normed * (rank + latent)
-        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None))
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / _parts(model)
+        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / _parts(model)
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
     tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
@@ -209,19 +211,19 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
     shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
     heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
     states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
-    of_heads, chunk_states = float(heads * shape.state_dim * f), inner * shape.state_dim / CHUNK_SIZE
+    of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
     projected = sum(shape.projected)
     steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
-    keeps = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
+    keeps: dict[tuple[str, str], float] = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
     steps.append(Step(keeps, 3 * conv + projected * b))
     steps.append(Step({(MAMBA, "steps"): 2 * heads * f, (MAMBA, "x dt"): inner}, conv + 3 * inner))
     keeps = {(MAMBA, "B and C"): 2 * states, (MAMBA, "C B"): pair, (MAMBA, "decay"): within}
     steps.append(Step(keeps, 3 * within + pair + 2 * inner + 2 * states + 4 * heads * f))
     steps.append(Step({(MAMBA, "weighted"): within, (MAMBA, "x of chunks"): inner}, within + 4 * inner))
-    keeps = {(MAMBA, "to end"): float(inner), (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
+    keeps = {(MAMBA, "to end"): inner, (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
     keeps[MAMBA, "carried"] = 2 * heads * f
     steps.append(Step(keeps, of_heads + 4 * inner))
-    keeps = {(MAMBA, "from before"): float(inner), (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
+    keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
     steps.append(Step(keeps, 3 * inner))
     steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
     return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
