@@ -1,0 +1,123 @@
+"""Peak memory of the GPU that needs most. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.job import Job, MemoryEstimate
+from megatron_cp.estimate.memory.local_layers import residual
+from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_cost, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.platform import GPU, Platform
+from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
+from megatron_cp.estimate.memory.states import state_bytes
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
+from megatron_cp.models.vocabulary import padded_vocab_size
+
+Kinds = defaultdict[str, float]  # bytes by kind
+
+BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
+
+
+def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
+    """What the GPUs of the pipeline stage that needs most need, by kind."""
+    return max(stage_estimates(job, where), key=lambda found: found.total)
+
+
+def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
+    """Of each pipeline stage that may need most: stages of the same layers need less the later they come."""
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    seen, stages = set(), chunks_of_stages(job.model)
+    for stage, chunks in enumerate(stages):
+        ends = stage == 0, stage == len(stages) - 1
+        if (kind := (*ends, *chunks)) not in seen:
+            seen.add(kind)
+            yield _stage(job, where, settings, stage, chunks)
+
+
+def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
+    """Of one pipeline stage."""
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
+
+
+def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunks: Sequence[Chunk]) -> MemoryEstimate:
+    model, tokens = job.model, job.tokens_per_rank
+    last = stage == model.pipeline_model_parallel_size - 1
+    under_way = microbatches_under_way(model, stage, job.microbatches)
+    costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
+    if stage == 0 and model.hidden_dropout:
+        costs[0] = [embedding_cost(settings), *costs[0]]
+    if last:
+        rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
+        chunk = model.cross_entropy_chunk_size
+        costs[-1] = [*costs[-1], ending_cost(settings, rows, chunk if chunk and chunk < tokens else None)]
+    kept: Kinds = defaultdict(float)
+    for parts, microbatches in zip(costs, under_way, strict=True):
+        for part in parts:
+            for kind, size in part.kept.items():
+                kept[kind] += size * microbatches * tokens
+    kinds = _at_the_peak(kept, costs[-1], tokens)
+    stream = tokens * residual(model, settings.item)
+    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
+    if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
+        kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
+    if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
+        kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    activations = sum(kinds.values())
+    kinds["buffers"] += BATCH * tokens * job.microbatches
+    kinds.update(state_bytes(job, stage, chunks, where.te_layers))
+    if where.context or where.waste:
+        kinds["allocator"] = where.context + where.waste * activations
+    return MemoryEstimate(dict(kinds), stage)
+
+
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
+    """Tensors as large as the residual stream that a stage holds for others: what it has sent or received too early."""
+    if model.pipeline_model_parallel_size == 1 or microbatches == 1:
+        return 0
+    if (model.virtual_pipeline_model_parallel_size or 1) > 1:
+        return 5 if stage else 3
+    return 1 if stage else 0
+
+
+def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
+    """The end of a forward pass on a stage between others: what it sent and received before is still there."""
+    own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
+    found = kept.copy()
+    for kind, tensors in ((own, 1), (RESIDUAL, 2), ("buffers", 2)):
+        found[kind] += tensors * stream
+    return found
+
+
+def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
+    model = settings.model
+    if model.recompute_granularity != "full":
+        return [layer_cost(settings, parts) for parts in chunk]
+    size = model.recompute_num_layers or 1
+    if model.recompute_method == "uniform":
+        return [whole_layers_again(settings, chunk[start : start + size]) for start in range(0, len(chunk), size)]
+    again = [whole_layers_again(settings, (parts,)) for parts in chunk[:size]]
+    return again + [layer_cost(settings, parts) for parts in chunk[size:]]
+
+
+def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
+    """Kinds when most is held while the backward pass goes through ``parts`` from the last to the first."""
+    held = kept.copy()
+    total, most, peak = sum(held.values()), -1.0, kept.copy()
+    known: set[int] = set()
+    for part in reversed(parts):
+        for kind, size in part.kept.items():
+            held[kind] -= size * tokens
+        total -= part.size * tokens
+        if id(part) in known:  # the same, with less beside it
+            continue
+        known.add(id(part))
+        worst = part.worst(tokens)
+        if (here := total + worst.total(tokens)) > most:
+            most, peak = here, held.copy()
+            for kind, size in worst.kept.items():
+                peak[kind] += size * tokens
+            peak["buffers"] += worst.gradients * tokens + worst.weight
+    return peak
