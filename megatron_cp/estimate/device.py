@@ -131,9 +131,9 @@ def _checked(device: Device) -> Device:
         for number in numbers:
             if each.name != "name" and not (isinstance(number, int | float) and 0 <= number < math.inf):
                 raise ValueError(f"{each.name}={value} must be finite numbers of at least 0")
-    for each in ("memory", "gpus_per_node", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
-        if not getattr(device, each) > 0:
-            raise ValueError(f"{each} must be more than 0")
+    for name in ("memory", "gpus_per_node", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
+        if not getattr(device, name) > 0:
+            raise ValueError(f"{name} must be more than 0")
     if not {"bf16"} <= set(device.matmul_flops) & set(device.matmul_efficiency):
         raise ValueError("matmul_flops and matmul_efficiency need bf16")
     if len(device.attention_flops) != 2 or not min(device.attention_flops) > 0:

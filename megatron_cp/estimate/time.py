@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import pairwise
 from typing import Any
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.device import Device
 from megatron_cp.estimate.flops import layers_with_parts, pairs_of_samples, training_flops
 from megatron_cp.estimate.job import Job, TimeEstimate
+from megatron_cp.estimate.keys import model_key
 from megatron_cp.estimate.links import Links
 from megatron_cp.estimate.memory.stages import chunks_of_stages
 from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work
@@ -71,7 +72,7 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
     busy = sum(kinds[each] for each in kinds if each not in ("exposed dp", "exposed pp", "bubble", "optimizer"))
     kinds["host"] = max(0.0, count * max(times) - busy) + device.step_seconds
     documents = _documents(job)
-    key = (*_key(job.model), job.vocab_size, documents)
+    key = (*model_key(job.model), job.vocab_size, documents)
     if key not in _FLOPS:
         _FLOPS[key] = training_flops(job.model, job.vocab_size, documents)
     return TimeEstimate(kinds, _FLOPS[key] * count * layout.dp)
@@ -85,7 +86,7 @@ def _rank(job: Job, device: Device, links: Links) -> Rank:
     model, layout, documents = job.model, job.layout, _documents(job)
     longest = max(documents)
     square = float(sum(length * length for length in documents))
-    key = (*_key(model), documents)
+    key = (*model_key(model), documents)
     if key not in _PAIRS:
         attending = sum("*" in parts for _, parts in layers_with_parts(model))
         whole = sum(pairs_of_samples(model, documents).tolist())
@@ -159,22 +160,18 @@ def _recomputed_share(model: ModelConfig, layers: float) -> float:
 
 def _layers_of_stages(model: ModelConfig) -> list[Mapping[str, int]]:
     """How many parts of each kind each stage has; where layers do not divide, as evenly as can be."""
-    key = _key(model)
+    key = model_key(model)
     if key not in _STAGES:
+        layers = model.layer_parts
         try:
-            stages = [
-                [letter for chunk in chunks for parts in chunk for letter in parts]
-                for chunks in chunks_of_stages(model)
-            ]
+            stages = [[parts for chunk in chunks for parts in chunk] for chunks in chunks_of_stages(model)]
         except ValueError:
             stages = []
-        if sum(map(len, stages)) != sum(map(len, model.layer_parts)):
-            pp, layers = model.pipeline_model_parallel_size, model.layer_parts
+        if sum(map(len, stages)) != len(layers):
+            pp = model.pipeline_model_parallel_size
             cuts = [len(layers) * stage // pp for stage in range(pp + 1)]
-            stages = [
-                [letter for parts in layers[a:b] for letter in parts] for a, b in zip(cuts, cuts[1:], strict=False)
-            ]
-        _STAGES[key] = [Counter(stage) for stage in stages]
+            stages = [list(layers[start:end]) for start, end in pairwise(cuts)]
+        _STAGES[key] = [Counter("".join(stage)) for stage in stages]
     return _STAGES[key]
 
 
@@ -213,52 +210,6 @@ def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tupl
     hidden = device.overlap["dp"] * passes.forward.seconds if job.ddp.overlap_param_gather else 0.0
     exposed += max(0.0, gathered - hidden)
     return exposed, moved / device.memory_bandwidth
-
-
-_FIELDS = attrgetter(
-    "architecture",
-    "hybrid_layer_pattern",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "gated_linear_unit",
-    "attention_mask_type",
-    "window_size",
-    "window_attn_skip_freq",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "mtp_num_layers",
-    "mtp_use_repeated_layer",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
-
-
-def _key(model: ModelConfig) -> tuple[Any, ...]:
-    """What operations and stages of a model depend on: a search asks for thousands of layouts of one model."""
-    return tuple(tuple(value) if isinstance(value, list) else value for value in _FIELDS(model))
 
 
 _FLOPS: dict[tuple[Any, ...], float] = {}
