@@ -57,7 +57,7 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
         up = []
         shapes = [(tokens, float(hidden), heads * qk + groups * (qk + v)), (tokens, heads * v, float(hidden))]
     rotated = Work(elementwise=rank.moved(2 * tokens * (heads + groups) * qk), kernels=2)
-    core, core_back = (_core(model, rank, heads, groups, back) for back in (False, True))
+    core, core_back = (attention_core(model, rank, heads, groups, back) for back in (False, True))
     forward = rank.products(*shapes).plus(rotated).plus(core).plus(_around(model, rank, False))
     backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
@@ -65,7 +65,7 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))
 
 
-def _core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
+def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
     """Attention itself, and what context parallel ranks exchange for it."""
     device, (qk, v) = rank.device, head_dims(model)
     per_pair = 2 * (qk + v) * heads * (2.5 if backward else 1)
