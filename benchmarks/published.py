@@ -73,6 +73,8 @@ MODELS: dict[str, dict[str, Any]] = {
         2880,
         201088,
         kv_channels=64,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
         window_size=[127, 0],
         window_attn_skip_freq=2,
         **_experts(128, 4, 2880),
@@ -85,6 +87,8 @@ MODELS: dict[str, dict[str, Any]] = {
         2880,
         201088,
         kv_channels=64,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
         window_size=[127, 0],
         window_attn_skip_freq=2,
         **_experts(32, 4, 2880),
@@ -161,7 +165,9 @@ class Stack:
     whole_attention: its FLOP formula counts all pairs of a sample, not those of a causal mask.
     recomputed: it counts what full recomputation repeats. tp_overlap: share of tensor parallel messages hidden.
     attention: speed of its attention kernels to those of the device's file. unfused: no flash attention.
-    clock: speed of its GPUs' matrix products to those of the device's file.
+    clock: speed of its GPUs' matrix products to those of the device's file. memory: of kernels that only move data.
+    host: speed of its host to that of the device's file. host_serial: see Device.
+    ep_overlap: share of expert parallel messages hidden. interleaves: blank vpp means as many virtual stages as fit.
     """
 
     sequence_parallel: bool = True
@@ -172,29 +178,42 @@ class Stack:
     attention: float = 1.0
     unfused: bool = False
     clock: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+    host_serial: float = 0.0
+    ep_overlap: float = 0.0
+    interleaves: bool = False
+    transport: str = "p2p"
     distributed_optimizer: bool = True
     overlap: bool = True
     fp32_gradients: bool = False
 
 
-BRIDGE = Stack(tp_overlap=0.85)
+BRIDGE = Stack(tp_overlap=0.85, ep_overlap=0.4, interleaves=True)
+NEMO = Stack(tp_overlap=0.85, whole_attention=True, interleaves=True)
+TITAN = Stack(attention=0.6, clock=0.8, memory=0.8, fp32_gradients=True, transport="all_gather")
 # By a part of the source's name, the first that fits.
 STACKS: dict[str, Stack] = {
     "performance-summary-archive": BRIDGE,
     "Megatron-Bridge": BRIDGE,
-    "performance_long_sequence": Stack(tp_overlap=0.85, whole_attention=True, attention=0.55),
-    "NVIDIA/NeMo": Stack(tp_overlap=0.85, whole_attention=True, attention=0.55),
-    "torchtitan": Stack(attention=0.6, clock=0.85, fp32_gradients=True),
+    "NVIDIA/NeMo": NEMO,
+    "torchtitan": TITAN,
     "2205.05198": Stack(
         unfused=True, whole_attention=True, distributed_optimizer=False, overlap=False, fp32_gradients=True
     ),
     "vTrain": Stack(
-        sequence_parallel=False, unfused=True, recompute="full", distributed_optimizer=False, overlap=False
+        sequence_parallel=False,
+        unfused=True,
+        recompute="full",
+        distributed_optimizer=False,
+        overlap=False,
+        host=0.16,
+        host_serial=0.55,
     ),
     "megatron_moe_benchmark": Stack(),
     "xtuner": Stack(recomputed=True, attention=0.9),
-    "model_table": Stack(whole_attention=True, tp_overlap=0.85, fp32_gradients=True),
-    "CP_results": Stack(attention=0.55, fp32_gradients=True, tp_overlap=0.0),
+    "model_table": Stack(whole_attention=True, tp_overlap=0.85, fp32_gradients=True, interleaves=True),
+    "CP_results": Stack(attention=0.55, fp32_gradients=True),
 }
 
 
@@ -225,6 +244,8 @@ def gemm_of(row: Row, device: Device) -> Gemm:
         found: Gemm = "nvfp4"
     elif "mx" in text or (text.startswith("per-tensor") and "variant 2" in note):
         found = "mxfp8"  # the second value of a cell is of MXFP8, whose heading names both
+    elif "rowwise" in text:
+        found = "bf16"  # torchao's product with a scale a row is no faster than 16 bits
     elif "8" in text or "per-tensor" in text:
         found = "fp8"
     elif "recipe" in note and "fp8mx" in note:
@@ -243,6 +264,8 @@ def device_of(row: Row, stack: Stack) -> Device:
         if "CP_results" not in row["source"]:
             raise Refused(f"gpu_type={row.get('gpu_type') or ''!r} is unknown")
         name = "h100"
+    if "NVIDIA/NeMo" in row["source"] and name.startswith("h") or "CP_results" in row["source"]:
+        stack = replace(stack, attention=OLD_ATTENTION)
     return adapted(load_device(name), stack)
 
 
@@ -253,7 +276,10 @@ def adapted(device: Device, stack: Stack) -> Device:
         device,
         attention_flops=(forward * stack.attention, backward * stack.attention),
         matmul_efficiency={key: each * stack.clock for key, each in device.matmul_efficiency.items()},
-        overlap={**device.overlap, "tp": stack.tp_overlap},
+        memory_bandwidth=device.memory_bandwidth * stack.memory,
+        launch_seconds=device.launch_seconds / stack.host,
+        host_serial=stack.host_serial,
+        overlap={**device.overlap, "tp": stack.tp_overlap, "ep": stack.ep_overlap},
     )
     if not stack.unfused:
         return changed
@@ -261,6 +287,7 @@ def adapted(device: Device, stack: Stack) -> Device:
     return replace(changed, attention_flops=(rate, rate), attention_half=0.0, score_bytes=UNFUSED_BYTES)
 
 
+OLD_ATTENTION = 0.6  # kernels of 2024 on Hopper, before cuDNN's of today
 UNFUSED_BYTES = 12.0  # a score is written, scaled and masked, normalized, dropped and read again in 16 bits
 
 
@@ -338,9 +365,16 @@ def job_of(row: Row) -> tuple[Job, Device]:
     if gpus % (sizes["ep"] * sizes["pp"]):
         raise Refused(f"ep * pp = {sizes['ep'] * sizes['pp']} does not divide {gpus} GPUs")
     replicas = gpus // ranks
-    virtual = number(row, "vpp", 1)
+    virtual = number(row, "vpp", _interleaved(shape["num_layers"], sizes["pp"]) if stack.interleaves else 1)
     mbs = number(row, "mbs", 1)
-    gbs = number(row, "gbs", mbs * replicas * (8 * sizes["pp"] if sizes["pp"] > 1 else 1))
+    gbs = number(row, "gbs", mbs * replicas * (8 * sizes["pp"] if sizes["pp"] > 1 and stack is not TITAN else 1))
+    if stack is TITAN:
+        if sizes["pp"] > 1:
+            mbs = 1  # the local batch goes through the pipeline a sample at a time
+        if "interleaved" in note:
+            virtual = 2
+    if "model_table" in row["source"]:
+        mbs = 2
     sp = stack.sequence_parallel and sizes["tp"] > 1
     recompute = (row.get("recompute") or "").strip()
     if "2205.05198" in row["source"]:
@@ -356,7 +390,7 @@ def job_of(row: Row) -> tuple[Job, Device]:
         shape["account_for_loss_in_pipeline_split"] = missing == 2
     if "deepseek" in shape_name(row) and "w/o mtp" not in note:
         shape["mtp_num_layers"] = 1
-    transport, levels = transport_of(row, sizes["cp"], shape, sizes["tp"])
+    transport, levels = transport_of(row, sizes["cp"], shape, sizes["tp"], stack.transport)
     model = ModelConfig(
         seq_length=number(row, "seq_len"),
         tensor_model_parallel_size=sizes["tp"],
@@ -390,14 +424,24 @@ def job_of(row: Row) -> tuple[Job, Device]:
     return Job(model, optimizer, ddp, layout, mbs, gbs, shape["vocab_size"], gemm_of(row, device)), device
 
 
+def _interleaved(layers: int, stages: int) -> int:
+    """Virtual stages where a source says nothing: the most, up to eight, that divide a stage's layers."""
+    each = -(-layers // stages)
+    return max(size for size in range(1, 9) if each % size == 0) if stages > 1 else 1
+
+
 def shape_name(row: Row) -> str:
     return (row.get("model") or "").lower()
 
 
-def transport_of(row: Row, cp: int, shape: Mapping[str, Any], tp: int) -> tuple[str, list[int] | None]:
-    text = (row.get("cp_comm_type") or "").strip().lower()
-    if cp == 1 or not text:
+def transport_of(
+    row: Row, cp: int, shape: Mapping[str, Any], tp: int, default: str = "p2p"
+) -> tuple[str, list[int] | None]:
+    """A row's transport and its levels; latent attention, whose keys and values are many, exchanges heads."""
+    if cp == 1:
         return "p2p", None
+    latent = shape.get("multi_latent_attention")
+    text = (row.get("cp_comm_type") or "").strip().lower() or ("a2a" if latent else default)
     if text in ("p2p", "all_gather", "a2a"):
         if text == "a2a" and (shape["num_attention_heads"] // tp) % cp:
             return "a2a+p2p", _levels(shape["num_attention_heads"] // tp, cp)

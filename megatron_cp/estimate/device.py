@@ -30,6 +30,7 @@ class Device:
     memory_bandwidth: bytes/s of kernels that only move data, and of what a matrix product reads and writes.
     kernel_seconds: time between two kernels on the GPU.
     launch_seconds: time the host needs for each kernel: the host sets the pace where kernels are shorter.
+    host_serial: share of the host's time in which the GPU waits, as where layers synchronize with it.
     step_seconds: time of a step that nothing else explains (data, gradient norm, logging).
     intra_bandwidth, inter_bandwidth: bytes/s of one GPU inside a node and to other nodes.
     intra_latency, inter_latency: seconds of one message.
@@ -49,6 +50,7 @@ class Device:
     score_bytes: float = 0.0
     kernel_seconds: float = 2e-6
     launch_seconds: float = 8e-6
+    host_serial: float = 0.0
     step_seconds: float = 5e-3
     intra_latency: float = 5e-6
     inter_latency: float = 15e-6

@@ -119,6 +119,8 @@ def _exchanged(
 def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool) -> Work:
     """The activation function of so many elements, with its gate."""
     each = (5 if backward else 3) if model.gated_linear_unit else (3 if backward else 2)
+    if model.activation_func_clamp_value is not None or model.glu_linear_offset:
+        each *= 4  # no kernel fuses these
     return Work(elementwise=rank.moved(each * elements), kernels=1)
 
 
@@ -155,7 +157,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
     passes, active = [], []
     for back in (False, True):
-        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=20)
+        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=60)
         chosen = rank.products((rank.tokens / rank.split, float(model.hidden_size), float(experts)), backward=back)
         each = rank.products(*shapes, count=local, backward=back)
         grouped = each._replace(kernels=4 if local > 1 else each.kernels)  # one kernel for all local experts
