@@ -52,7 +52,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1; of a time as of a speed, so that twice as slow is as bad as twice as fast."""
+        """Predicted over measured, less 1."""
         assert self.predicted is not None
         return self.predicted / self.measured - 1
 
@@ -130,7 +130,7 @@ def attention_rate(row: Row, change: Change) -> float:
     heads, kv, cp, length = (int(row[name]) for name in ("heads", "kv_heads", "cp", "seq_len"))
     shape = {"num_attention_heads": heads}
     transport, levels = transport_of(row, cp, shape, 1)
-    device = change(device_of(row, stack_of(row["source"])))
+    device = change(device_of(row, stack_of(row)))
     model = ModelConfig(
         hidden_size=heads * 128, num_attention_heads=heads, num_query_groups=kv, kv_channels=128, cp_comm_type=transport
     )
@@ -287,9 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.each is not None and options.each in each.row["source"] and each.predicted is not None:
             cells = ("model", "seq_len", "gpus", "gpu_type", "tp", "cp", "pp", "vpp", "ep", "mbs", "gbs", "precision")
             text = " ".join(each.row.get(cell) or "-" for cell in cells)
-            say(
-                f"{100 * each.error:+6.1f} %  {each.predicted:.5g} for {each.measured:.5g}  {each.row['metric']}  {text}"
-            )
+            what = f"{each.predicted:.5g} for {each.measured:.5g}  {each.row['metric']}"
+            say(f"{100 * each.error:+6.1f} %  {what}  {text}")
     for line in table(found) + (regrets(found) if options.regret else []):
         say(line)
     return 0

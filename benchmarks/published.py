@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from megatron_cp.common.yaml_files import read_yaml
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig
@@ -168,6 +170,7 @@ class Stack:
     clock: speed of its GPUs' matrix products to those of the device's file. memory: of kernels that only move data.
     host: speed of its host to that of the device's file. host_serial: see Device.
     ep_overlap: share of expert parallel messages hidden. interleaves: blank vpp means as many virtual stages as fit.
+    whole_batches: mbs is a replica's batch of a step, which a pipeline takes a sample at a time.
     """
 
     sequence_parallel: bool = True
@@ -180,45 +183,46 @@ class Stack:
     clock: float = 1.0
     memory: float = 1.0
     host: float = 1.0
-    host_serial: float = 0.0
+    host_serial: float = 0.3
     ep_overlap: float = 0.0
     interleaves: bool = False
     transport: str = "p2p"
+    whole_batches: bool = False
     distributed_optimizer: bool = True
     overlap: bool = True
     fp32_gradients: bool = False
 
 
-BRIDGE = Stack(tp_overlap=0.85, ep_overlap=0.4, interleaves=True)
-NEMO = Stack(tp_overlap=0.85, whole_attention=True, interleaves=True)
-TITAN = Stack(attention=0.6, clock=0.8, memory=0.8, fp32_gradients=True, transport="all_gather")
-# By a part of the source's name, the first that fits.
-STACKS: dict[str, Stack] = {
-    "performance-summary-archive": BRIDGE,
-    "Megatron-Bridge": BRIDGE,
-    "NVIDIA/NeMo": NEMO,
-    "torchtitan": TITAN,
-    "2205.05198": Stack(
-        unfused=True, whole_attention=True, distributed_optimizer=False, overlap=False, fp32_gradients=True
-    ),
-    "vTrain": Stack(
-        sequence_parallel=False,
-        unfused=True,
-        recompute="full",
-        distributed_optimizer=False,
-        overlap=False,
-        host=0.16,
-        host_serial=0.55,
-    ),
-    "megatron_moe_benchmark": Stack(),
-    "xtuner": Stack(recomputed=True, attention=0.9),
-    "model_table": Stack(whole_attention=True, tp_overlap=0.85, fp32_gradients=True, interleaves=True),
-    "CP_results": Stack(attention=0.55, fp32_gradients=True),
-}
+def load_stacks() -> dict[str, Stack]:
+    """The programs of ``measurements/programs.yaml``, by name."""
+    return {name: Stack(**fields) for name, fields in read_yaml(PROGRAMS).items()}
 
 
-def stack_of(source: str) -> Stack:
-    return next((stack for part, stack in STACKS.items() if part in source), Stack())
+PROGRAMS = Path(__file__).parent / "measurements" / "programs.yaml"
+STACKS = load_stacks()
+# Whose rows they are: a part of the source's name, the beginning of the GPU's, and the program; the first that fits.
+SOURCES = (
+    ("performance-summary-archive", "", "bridge"),
+    ("Megatron-Bridge", "", "bridge"),
+    ("NVIDIA/NeMo", "h", "nemo_2024"),
+    ("NVIDIA/NeMo", "", "nemo"),
+    ("torchtitan", "", "torchtitan"),
+    ("2205.05198", "", "megatron_2022"),
+    ("vTrain", "", "megatron_deepspeed"),
+    ("megatron_moe_benchmark", "", "megatron"),
+    ("xtuner", "", "xtuner"),
+    ("model_table", "", "megatron_table"),
+    ("CP_results", "", "megatron_2024"),
+)
+
+
+def program_of(row: Row) -> str:
+    source, gpu = row.get("source") or "", (row.get("gpu_type") or "").lower()
+    return next((name for part, kind, name in SOURCES if part in source and gpu.startswith(kind)), "megatron")
+
+
+def stack_of(row: Row) -> Stack:
+    return STACKS[program_of(row)]
 
 
 def number(row: Row, column: str, default: int | None = None) -> int:
@@ -264,8 +268,6 @@ def device_of(row: Row, stack: Stack) -> Device:
         if "CP_results" not in row["source"]:
             raise Refused(f"gpu_type={row.get('gpu_type') or ''!r} is unknown")
         name = "h100"
-    if "NVIDIA/NeMo" in row["source"] and name.startswith("h") or "CP_results" in row["source"]:
-        stack = replace(stack, attention=OLD_ATTENTION)
     return adapted(load_device(name), stack)
 
 
@@ -287,7 +289,6 @@ def adapted(device: Device, stack: Stack) -> Device:
     return replace(changed, attention_flops=(rate, rate), attention_half=0.0, score_bytes=UNFUSED_BYTES)
 
 
-OLD_ATTENTION = 0.6  # kernels of 2024 on Hopper, before cuDNN's of today
 UNFUSED_BYTES = 12.0  # a score is written, scaled and masked, normalized, dropped and read again in 16 bits
 
 
@@ -338,7 +339,7 @@ def recompute_of(text: str) -> dict[str, Any]:
 
 def job_of(row: Row) -> tuple[Job, Device]:
     """The job of a row, and the device it ran on. Raises Refused."""
-    stack = stack_of(row["source"])
+    stack = stack_of(row)
     note, metric = (row.get("note") or "").lower(), row.get("metric") or ""
     for word, reason in {
         "lora": "trains adapters only",
@@ -366,9 +367,11 @@ def job_of(row: Row) -> tuple[Job, Device]:
         raise Refused(f"ep * pp = {sizes['ep'] * sizes['pp']} does not divide {gpus} GPUs")
     replicas = gpus // ranks
     virtual = number(row, "vpp", _interleaved(shape["num_layers"], sizes["pp"]) if stack.interleaves else 1)
+    if "num_moe_experts" in shape and number(row, "seq_len") <= 4096:
+        number(row, "mbs")  # experts' speed depends on it most; long samples go one by one
     mbs = number(row, "mbs", 1)
-    gbs = number(row, "gbs", mbs * replicas * (8 * sizes["pp"] if sizes["pp"] > 1 and stack is not TITAN else 1))
-    if stack is TITAN:
+    gbs = number(row, "gbs", mbs * replicas * (1 if stack.whole_batches else 8 * sizes["pp"] if sizes["pp"] > 1 else 4))
+    if stack.whole_batches:
         if sizes["pp"] > 1:
             mbs = 1  # the local batch goes through the pipeline a sample at a time
         if "interleaved" in note:
@@ -400,6 +403,7 @@ def job_of(row: Row) -> tuple[Job, Device]:
         expert_model_parallel_size=sizes["ep"],
         expert_tensor_parallel_size=1,
         sequence_parallel=sp,
+        cross_entropy_loss_fusion=not stack.unfused,
         cp_comm_type=transport,
         hierarchical_context_parallel_sizes=levels,
         **shape,
@@ -458,7 +462,7 @@ def _levels(heads: int, cp: int) -> list[int]:
 
 def flops_of_source(row: Row, job: Job) -> float:
     """Operations of a step by the formula of the row's source."""
-    stack, model = stack_of(row["source"]), job.model
+    stack, model = stack_of(row), job.model
     counted = model
     if stack.whole_attention:
         counted = replace(counted, attention_mask_type="no_mask", window_size=None)

@@ -11,6 +11,7 @@ from megatron_cp.estimate.flops import head_dims
 from megatron_cp.estimate.rank import ITEM, NOTHING, Passes, Rank, Work
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
+EXPERT_KERNELS = 200  # that routing, sorting and its bookkeeping launch in a layer and pass
 MERGED = 12  # bytes moved for each element of attention's output where a ring step's result is merged
 
 
@@ -157,7 +158,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
     passes, active = [], []
     for back in (False, True):
-        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=60)
+        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=EXPERT_KERNELS)
         chosen = rank.products((rank.tokens / rank.split, float(model.hidden_size), float(experts)), backward=back)
         each = rank.products(*shapes, count=local, backward=back)
         grouped = each._replace(kernels=4 if local > 1 else each.kernels)  # one kernel for all local experts
@@ -201,9 +202,9 @@ def loss_work(model: ModelConfig, rank: Rank, rows: float) -> Passes:
     """The output layer, always in 16 bits, and the loss over ``rows`` of vocabulary on a tensor parallel rank."""
     own = replace(rank, gemm="bf16" if rank.gemm != "fp32" else "fp32")
     shape = (rank.tokens, float(model.hidden_size), rows / rank.tp)
-    passes = []
+    passes, each = [], 12 if model.cross_entropy_loss_fusion is False else 3  # reads and writes of each logit
     for back in (False, True):
-        loss = Work(elementwise=rank.moved(3 * rank.tokens * rows / rank.tp), kernels=8)
+        loss = Work(elementwise=rank.moved(each * rank.tokens * rows / rank.tp), kernels=8)
         whole = own.products(shape, backward=back).plus(loss)
         passes.append(whole.plus(rank.of_tensor_parallel(model.hidden_size, 1 if not back else 2)))
     return Passes(passes[0], passes[1], weights=shape[1] * shape[2])
