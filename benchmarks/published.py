@@ -289,6 +289,8 @@ def adapted(device: Device, stack: Stack) -> Device:
     return replace(changed, attention_flops=(rate, rate), attention_half=0.0, score_bytes=UNFUSED_BYTES)
 
 
+UNFUSED_LAUNCHES = 1.35  # Megatron's fused softmax of 2022 takes heads and samples in fours
+DROPPED_LAUNCHES = 0.4  # experts of a fixed capacity: the host need not wait for what the router chose
 UNFUSED_BYTES = 12.0  # a score is written, scaled and masked, normalized, dropped and read again in 16 bits
 
 
@@ -424,6 +426,10 @@ def job_of(row: Row) -> tuple[Job, Device]:
     ddp = DistributedDataParallelConfig(
         overlap_grad_reduce=overlap, overlap_param_gather=overlap, grad_reduce_in_fp32=stack.fp32_gradients
     )
+    if stack.unfused and shape["num_attention_heads"] // sizes["tp"] * mbs % 4:
+        device = replace(device, launch_seconds=device.launch_seconds * UNFUSED_LAUNCHES)
+    if "tokendrop" in note:
+        device = replace(device, launch_seconds=device.launch_seconds * DROPPED_LAUNCHES)
     optimizer = OptimizerConfig(use_distributed_optimizer=stack.distributed_optimizer)
     return Job(model, optimizer, ddp, layout, mbs, gbs, shape["vocab_size"], gemm_of(row, device)), device
 

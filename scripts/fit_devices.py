@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import published
 from benchmarks.planner_accuracy import seconds_of
-from benchmarks.published import Refused, Stack, adapted, job_of, program_of
+from benchmarks.published import Refused, Stack, adapted, device_of, job_of, program_of, stack_of
 from megatron_cp.common.terminal import say
 from megatron_cp.estimate.device import PRESETS, Device, device_names, load_device
 from megatron_cp.estimate.job import Job
@@ -58,6 +58,7 @@ class Measured:
     seconds: float
     source: str
     sigma: float
+    launches: float  # that its job launches for each of the device's
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def measured_rows() -> list[Measured]:
     for index, row in enumerate(rows):
         what = tuple(value for key, value in row.items() if key not in ("metric", "value"))
         try:
-            job, _ = job_of(row)
+            job, ran = job_of(row)
             seconds = seconds_of(row, job)
         except Refused:
             continue
@@ -126,7 +127,8 @@ def measured_rows() -> list[Measured]:
         text = row["gpu_type"].lower()
         device = next(each for each in sorted(device_names(), key=len, reverse=True) if each in text)
         sigma = NOISE["experts" if job.model.num_moe_experts else "dense"]
-        found.append(Measured(job, device, program_of(row), seconds, row["source"], sigma))
+        launches = ran.launch_seconds / device_of(row, stack_of(row)).launch_seconds
+        found.append(Measured(job, device, program_of(row), seconds, row["source"], sigma, launches))
     return found
 
 
@@ -135,7 +137,12 @@ def errors(rows: Sequence[Measured], found: Mapping[Constant, float]) -> np.ndar
     devices = {name: changed(load_device(name), found) for name in {row.device for row in rows}}
     stacks = {name: changed_stack(name, found) for name in {row.program for row in rows}}
     pairs = {(r.device, r.program): adapted(devices[r.device], stacks[r.program]) for r in rows}
-    return np.array([np.log(time_estimate(r.job, pairs[r.device, r.program]).seconds / r.seconds) for r in rows])
+    found_seconds = []
+    for row in rows:
+        device = pairs[row.device, row.program]
+        device = replace(device, launch_seconds=device.launch_seconds * row.launches)
+        found_seconds.append(time_estimate(row.job, device).seconds / row.seconds)
+    return np.log(np.array(found_seconds))
 
 
 def fit(rows: Sequence[Measured], rounds: int = 6) -> dict[Constant, float]:
