@@ -159,7 +159,7 @@ def memory(row: Row) -> float:
     note, metric = (row.get("note") or "").lower(), row["metric"]
     if "fsdp" in note or "2d" in note or "torchtitan" in row["source"]:
         raise Refused("weights fully sharded (FSDP), which no layout here does")
-    job, _ = job_of(row)
+    job, _ = job_of({**row, "gpu_type": row.get("gpu_type") or "h100"})
     kinds = memory_estimate(job).kinds
     states = sum(kinds[each] for each in ("weights", "gradients", "optimizer"))
     activations = sum(size for kind, size in kinds.items() if kind.startswith("activations"))

@@ -371,6 +371,8 @@ def job_of(row: Row) -> tuple[Job, Device]:
     virtual = number(row, "vpp", _interleaved(shape["num_layers"], sizes["pp"]) if stack.interleaves else 1)
     if "num_moe_experts" in shape and number(row, "seq_len") <= 4096:
         number(row, "mbs")  # experts' speed depends on it most; long samples go one by one
+    if "sft" in note:
+        number(row, "gbs")  # without it, nothing tells how long and how many its documents are
     mbs = number(row, "mbs", 1)
     gbs = number(row, "gbs", mbs * replicas * (1 if stack.whole_batches else 8 * sizes["pp"] if sizes["pp"] > 1 else 4))
     if stack.whole_batches:

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published
 from benchmarks.planner_accuracy import seconds_of
@@ -33,7 +32,7 @@ from megatron_cp.estimate.device import PRESETS, Device, device_names, load_devi
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.time import time_estimate
 
-ROWS = ROOT / "benchmarks" / "measurements" / "published.csv"
+ROWS = published.PROGRAMS.parent / "published.csv"
 MOST = 10  # rows that a source counts as
 NOISE = {"dense": 0.03, "experts": 0.1}
 GENERATIONS = {"ampere": ["a100"], "hopper": ["h100", "h200", "h800"], "blackwell": ["b200", "gb200", "b300", "gb300"]}
@@ -87,7 +86,7 @@ def changed(device: Device, found: Mapping[Constant, float]) -> Device:
         if device.name not in each.devices:
             continue
         if each.name in ("clock", *(f"matmul {key}" for key in device.matmul_efficiency)):
-            keys = set(device.matmul_efficiency) if each.name == "clock" else {each.name.split()[1]}
+            keys = set(device.matmul_efficiency) - {"fp32"} if each.name == "clock" else {each.name.split()[1]}
             efficiency = {k: v * factor if k in keys else v for k, v in device.matmul_efficiency.items()}
             device = replace(device, matmul_efficiency=efficiency)
         elif each.name == "attention":
