@@ -1,0 +1,72 @@
+"""The layers of each pipeline stage, and the microbatches that are under way on it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.models.hybrid_pattern import with_stages
+
+Chunk = tuple[str, ...]  # the parts of each layer, as ``model.layer_parts``
+
+
+def chunks_of_stages(model: ModelConfig) -> list[list[Chunk]]:
+    """The layers of each pipeline stage, by virtual stage.
+
+    The pipeline runs through the first virtual stage of all stages, then through the second, and so on. Layers are
+    divided as by megatron-core 0.19.2's ``transformer_block.get_num_layers_to_build``.
+    """
+    pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    if model.architecture == "hybrid":
+        pattern = with_stages(model.hybrid_layer_pattern or "", pp * virtual).split("/")[0]
+        places = [tuple(layers) for layers in pattern.split("|")]
+    else:
+        counts = [_layers_of_stage(model, stage) // virtual for stage in range(pp)] * virtual
+        counts[0] -= model.account_for_embedding_in_pipeline_split
+        counts[-1] -= model.account_for_loss_in_pipeline_split
+        parts, start, places = model.layer_parts, 0, []
+        for count in counts:
+            places.append(parts[start : start + count])
+            start += count
+    return [places[stage::pp] for stage in range(pp)]
+
+
+def _layers_of_stage(model: ModelConfig, stage: int) -> int:
+    """With a layer for the embedding or the loss, where these count as one."""
+    pp = model.pipeline_model_parallel_size
+    first, last = model.num_layers_in_first_pipeline_stage, model.num_layers_in_last_pipeline_stage
+    if stage == 0 and first is not None:
+        return first
+    if stage == pp - 1 and last is not None:
+        return last
+    given = (first is not None) + (last is not None)
+    counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    return (model.num_layers + counted - (first or 0) - (last or 0)) // max(1, pp - given)
+
+
+def microbatches_under_way(model: ModelConfig, stage: int, microbatches: int) -> list[int]:
+    """How many microbatches have been through each virtual stage, forward and not backward, where most have.
+
+    megatron-core 0.19.2's schedules (``pipeline_parallel/schedules.py``): 1F1B, and with virtual stages the
+    interleaved one, which takes ``microbatch_group_size_per_vp_stage`` microbatches through each in turn.
+    """
+    pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    if pp == 1:
+        return [1]
+    if virtual == 1:
+        return [min(microbatches, pp - stage)]
+    group = model.microbatch_group_size_per_vp_stage or pp
+    total = microbatches * virtual
+    warmup = min(total, 2 * (pp - stage - 1) + (virtual - 1) * group)
+    if microbatches == pp:
+        warmup = total
+    under_way = min(total, warmup + 1)
+    counts: Counter[int] = Counter()
+    first = 0
+    while under_way > 0:
+        size = min(group, microbatches - first)
+        for chunk in range(virtual):
+            counts[chunk] += min(size, max(0, under_way))
+            under_way -= size
+        first += size
+    return [counts[chunk] for chunk in range(virtual)]
