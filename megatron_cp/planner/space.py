@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -201,14 +201,14 @@ _SIZES = (
 
 def with_settings(case: Case, settings: Mapping[str, Any]) -> Case:
     """Return a case with settings in place of its own, and filled as finalizing does."""
-    sections: dict[str, dict[str, Any]] = {}
+    config, changed = copy.copy(case.config), set()
     for name, value in settings.items():
         section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    config = case.config
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    config = dataclasses.replace(config, **changed)
+        if section not in changed:
+            changed.add(section)
+            setattr(config, section, copy.copy(getattr(config, section)))
+        setattr(getattr(config, section), field, value)
     model = config.model
     if model.expert_tensor_parallel_size is None:
         model.expert_tensor_parallel_size = model.tensor_model_parallel_size
-    return dataclasses.replace(case, config=config)
+    return Case(config, case.world_size, case.gpus_per_node, case.environment)

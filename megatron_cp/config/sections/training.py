@@ -28,6 +28,9 @@ class TrainConfig:
     loss_spike_factor: float | None = positive(
         10.0, "report losses so many standard deviations above the usual; null: none"
     )
+    check_memory: bool = setting(
+        True, "refuse a run whose estimated peak memory is more than a GPU has", flags="--no-memory-check"
+    )
     manual_gc: bool = setting(False, "collect Python's garbage between steps only")
     manual_gc_interval: int = setting(
         0, "with manual_gc: steps between collections; 0: never", least=0, when=equals("train.manual_gc", True)
