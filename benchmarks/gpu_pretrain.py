@@ -9,7 +9,7 @@
     python benchmarks/gpu_pretrain.py --sizes 8192 --profile traces           # and where a step's time goes
 
 Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
-operations are counted as in ``megatron_cp/training/monitor/flops.py`` (causal attention, no recomputation). A GPU slows
+operations are counted as in ``megatron_cp/estimate/flops.py`` (causal attention, no recomputation). A GPU slows
 down when it has been busy for a while, by its limit of power; training, which lasts, is compared with what the products
 reach then. Their first rate is printed too, and beside each utilization the operations a second that it stands for.
 
@@ -43,11 +43,11 @@ from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import ProfilingConfig, RunConfig
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.estimate.flops import training_flops
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.device import device, start_distributed, stop_distributed
 from megatron_cp.rules import check
 from megatron_cp.training.batches import Steps
-from megatron_cp.training.monitor.flops import training_flops
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.monitor.profiling import Profiler
 from megatron_cp.training.open_steps import open_steps

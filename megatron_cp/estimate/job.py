@@ -70,7 +70,7 @@ class TimeEstimate:
     kinds: ``matrix products``, ``attention``, ``elementwise`` (norms, activations, router, embedding),
     ``recomputation``, ``exposed GROUP`` for the exposed communication of each group (tp, cp, ep, dp, pp), ``bubble``,
     ``optimizer``, ``host``.
-    model_flops: operations of a step as published figures count them, of all GPUs (see training/monitor/flops.py).
+    model_flops: operations of a step as published figures count them, of all GPUs (see estimate/flops.py).
     """
 
     kinds: Mapping[str, float]

@@ -17,10 +17,10 @@ from megatron_cp.common.errors import EXIT_OF_SIGNAL
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.data.samples.datasets import Datasets
 from megatron_cp.data.samples.streams import Stream
+from megatron_cp.estimate.flops import training_flops
 from megatron_cp.parallel.collectives import max_over_ranks
 from megatron_cp.training.batches import Step, Steps
 from megatron_cp.training.checkpoint.saver import CheckpointSaver, Saved
-from megatron_cp.training.monitor.flops import training_flops
 from megatron_cp.training.monitor.loss_spikes import SpikeWatch
 from megatron_cp.training.monitor.metrics import Reporter, logger
 from megatron_cp.training.monitor.phases import PHASES, peak_memory_bytes

@@ -13,14 +13,14 @@ from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, ModelShape, cost_mod
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.dynamic_cp.types import Schedule
-from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.monitor.flops import (
+from megatron_cp.estimate.flops import (
     flops_per_pair,
     flops_per_token,
     head_dims,
     layers_with_parts,
     pairs_of_samples,
 )
+from megatron_cp.parallel.layout import RankLayout
 
 
 def keeps_step(model: ModelConfig) -> bool:

@@ -10,8 +10,8 @@ import torch
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel
+from megatron_cp.estimate.flops import training_flops
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.monitor.flops import training_flops
 from megatron_cp.training.packed.scheduling import keeps_step, model_cost, sync_ranks, what_keeps_step
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.config.run_config import ModelConfig, RunConfig
-from megatron_cp.training.monitor.flops import attended_pairs, training_flops
+from megatron_cp.estimate.flops import attended_pairs, training_flops
 from megatron_cp.training.setup import setup
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, tiny_config

@@ -1,0 +1,141 @@
+"""What a GPU and its links sustain: the constants of the time model. Presets are the files of ``devices/``. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.common.yaml_files import read_yaml
+from megatron_cp.config.schema import nearest_first
+
+PRESETS = Path(__file__).parent / "devices"
+FORMATS = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
+GROUPS = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU in a cluster. Bandwidths are what training sustains in one direction, not what data sheets promise.
+
+    memory: bytes. gpus_per_node: GPUs that share the fast links.
+    matmul_flops: peak FLOP/s of dense matrix products by number format.
+    matmul_efficiency: share of the peak that large products sustain in a training step, by number format.
+    attention_flops: FLOP/s of long causal attention, forward and backward, counting only pairs that see each other.
+    attention_half: tokens of a sequence (or chunk) at which attention reaches half of that.
+    score_bytes: bytes moved for each pair of a query and a key and each head, forward; 0 for fused (flash) attention.
+    memory_bandwidth: bytes/s of kernels that only move data, and of what a matrix product reads and writes.
+    kernel_seconds: time between two kernels on the GPU.
+    launch_seconds: time the host needs for each kernel: the host sets the pace where kernels are shorter.
+    step_seconds: time of a step that nothing else explains (data, gradient norm, logging).
+    intra_bandwidth, inter_bandwidth: bytes/s of one GPU inside a node and to other nodes.
+    intra_latency, inter_latency: seconds of one message.
+    overlap: share of the communication of each group that computation may hide.
+    """
+
+    name: str
+    memory: float
+    gpus_per_node: int
+    matmul_flops: Mapping[str, float]
+    matmul_efficiency: Mapping[str, float]
+    attention_flops: tuple[float, float]
+    memory_bandwidth: float
+    intra_bandwidth: float
+    inter_bandwidth: float
+    attention_half: float = 500.0
+    score_bytes: float = 0.0
+    kernel_seconds: float = 2e-6
+    launch_seconds: float = 8e-6
+    step_seconds: float = 5e-3
+    intra_latency: float = 5e-6
+    inter_latency: float = 15e-6
+    overlap: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
+
+    def matmul_rate(self, number_format: str) -> float:
+        """FLOP/s that large matrix products sustain. A format that the device does not have is computed in the next."""
+        known = [each for each in FORMATS[: FORMATS.index(number_format) + 1] if each in self.matmul_flops]
+        chosen = known[-1]
+        return self.matmul_flops[chosen] * self.matmul_efficiency[chosen]
+
+
+def device_names() -> list[str]:
+    """The names of the presets."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def load_device(name_or_path: str) -> Device:
+    """A preset by its name, or the device of a YAML file with a Device's fields.
+
+    ``base: NAME`` in a file takes all that the file leaves out from a preset.
+
+    Raises:
+        ConfigError: there is no such device, or the file does not describe one.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml"):
+        return _read(path)
+    name = name_or_path.lower()
+    if name not in device_names():
+        near = nearest_first(name, device_names())[0]
+        known = ", ".join(device_names())
+        raise ConfigError(f"gpu={name_or_path}: unknown; known are {known}, or a YAML file. Fix: --gpu {near}")
+    return _read(PRESETS / f"{name}.yaml")
+
+
+def _read(path: Path) -> Device:
+    import yaml
+
+    try:
+        found = read_yaml(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}. Fix: name a YAML file of a device") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: describes no device. Fix: write fields such as those of {PRESETS / 'h100.yaml'}")
+    base = found.pop("base", None)
+    known = [each.name for each in fields(Device)]
+    for key in found:
+        if key not in known:
+            near = nearest_first(str(key), known)[0]
+            raise ConfigError(f"{path}: {key} is no field of a device. Fix: name it {near}, or remove it")
+    try:
+        values = {key: _value(found[key]) for key in found}
+        device = replace(load_device(str(base)), **values) if base else Device(**values)
+        return _checked(device)
+    except (TypeError, ValueError, KeyError) as error:
+        fix = "add what is missing, or base: h100"
+        raise ConfigError(f"{path}: describes no device: {error}. Fix: {fix}") from error
+
+
+def _value(value: Any) -> Any:
+    """YAML reads ``1e12`` as text."""
+    if isinstance(value, dict):
+        return {str(key): _value(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return tuple(_value(each) for each in value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _checked(device: Device) -> Device:
+    """Raises ValueError for numbers that no device has."""
+    for each in fields(Device):
+        value = getattr(device, each.name)
+        numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else [value]
+        for number in numbers:
+            if each.name != "name" and not (isinstance(number, int | float) and 0 <= number < math.inf):
+                raise ValueError(f"{each.name}={value} must be finite numbers of at least 0")
+    for name in ("memory", "gpus_per_node", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
+        if not getattr(device, name) > 0:
+            raise ValueError(f"{name} must be more than 0")
+    if not {"bf16"} <= set(device.matmul_flops) & set(device.matmul_efficiency):
+        raise ValueError("matmul_flops and matmul_efficiency need bf16")
+    if len(device.attention_flops) != 2 or not min(device.attention_flops) > 0:
+        raise ValueError("attention_flops must be two numbers, forward and backward")
+    return replace(device, overlap={**dict.fromkeys(GROUPS, 0.0), **device.overlap})

@@ -1,0 +1,217 @@
+"""Seconds of a training step, from what each pipeline stage does with a microbatch. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.device import Device
+from megatron_cp.estimate.flops import layers_with_parts, pairs_of_samples, training_flops
+from megatron_cp.estimate.job import Job, TimeEstimate
+from megatron_cp.estimate.keys import model_key
+from megatron_cp.estimate.links import Links
+from megatron_cp.estimate.memory.stages import chunks_of_stages
+from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work
+from megatron_cp.estimate.work import loss_work, work_of
+from megatron_cp.models.vocabulary import padded_vocab_size
+
+# Bytes that Adam moves for each parameter of a rank's share: gradient, master weight and both means read and written.
+ADAM_BYTES = 32
+GRADIENT_BYTES = 8  # for each parameter of a rank: zeroed, and read for the norm
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: passes of one microbatch through all of its layers, and its weights on a rank."""
+
+    passes: Passes
+    counts: Mapping[str, int]
+
+    @property
+    def backward(self) -> Work:
+        return self.passes.backward.plus(self.passes.again)
+
+    def seconds(self, launch: float) -> float:
+        return sum(max(each.seconds, each.kernels * launch) for each in (self.passes.forward, self.backward))
+
+
+def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) -> TimeEstimate:
+    """Seconds of a training step of ``job`` on GPUs of a kind.
+
+    The slowest stage takes all microbatches one after the other; the others fill and drain the pipeline around it.
+    """
+    layout, count = job.layout, job.microbatches
+    links = Links(device, gpus_per_node or device.gpus_per_node)
+    rank = _rank(job, device, links)
+    stages = _stages(job, rank)
+    launch = device.launch_seconds + device.kernel_seconds
+    times = [stage.seconds(launch) for stage in stages]
+    slowest = stages[times.index(max(times))]
+    virtual = job.model.virtual_pipeline_model_parallel_size or 1
+    forward, backward, again = slowest.passes.forward, slowest.passes.backward, slowest.passes.again
+    both = forward.plus(backward)
+    sent = _exposed_pp(job, links, device) * count
+    exposed_dp, optimizer = _between_steps(job, links, device, slowest)
+    kinds = {
+        "matrix products": count * both.matmul,
+        "attention": count * both.attention,
+        "elementwise": count * (both.elementwise + device.kernel_seconds * both.kernels),
+        "recomputation": count * (again.matmul + again.attention + again.elementwise),
+        "exposed tp": count * (both.tp + again.tp),
+        "exposed cp": count * (both.cp + again.cp),
+        "exposed ep": count * (both.ep + again.ep),
+        "exposed dp": exposed_dp,
+        "exposed pp": sent,
+        "bubble": (sum(times) - max(times)) / virtual,
+        "optimizer": optimizer,
+    }
+    busy = sum(kinds[each] for each in kinds if each not in ("exposed dp", "exposed pp", "bubble", "optimizer"))
+    kinds["host"] = max(0.0, count * max(times) - busy) + device.step_seconds
+    documents = _documents(job)
+    key = (*model_key(job.model), job.vocab_size, documents)
+    if key not in _FLOPS:
+        _FLOPS[key] = training_flops(job.model, job.vocab_size, documents)
+    return TimeEstimate(kinds, _FLOPS[key] * count * layout.dp)
+
+
+def _documents(job: Job) -> tuple[int, ...]:
+    return job.lengths or (job.model.seq_length or 1,) * job.micro_batch_size
+
+
+def _rank(job: Job, device: Device, links: Links) -> Rank:
+    model, layout, documents = job.model, job.layout, _documents(job)
+    longest = max(documents)
+    square = float(sum(length * length for length in documents))
+    key = (*model_key(model), documents)
+    if key not in _PAIRS:
+        attending = sum("*" in parts for _, parts in layers_with_parts(model))
+        whole = sum(pairs_of_samples(model, documents).tolist())
+        _PAIRS[key] = whole / attending if attending else 0.0
+    return Rank(
+        device=device,
+        links=links,
+        gemm=job.gemm,
+        tokens=float(job.tokens_per_rank),
+        pairs=_PAIRS[key],
+        square=square,
+        longest=longest,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        levels=layout.hierarchical,
+        split=layout.tp if model.sequence_parallel else 1,
+    )
+
+
+def _stages(job: Job, rank: Rank) -> list[Stage]:
+    model = job.model
+    parts = {part: work_of(model, rank, part) for part in model.parts}
+    loss = loss_work(model, rank, padded_vocab_size(model, job.vocab_size))
+    made: dict[tuple[Any, ...], Stage] = {}
+    found = []
+    counts = _layers_of_stages(model)
+    for number, letters in enumerate(counts):
+        last = number == len(counts) - 1
+        key = (tuple(letters.items()), number == 0, last)
+        if key not in made:
+            made[key] = _stage(job, parts, letters, loss if last else None, first=number == 0)
+        found.append(made[key])
+    return found
+
+
+def _stage(
+    job: Job, parts: Mapping[str, Passes], letters: Mapping[str, int], loss: Passes | None, first: bool
+) -> Stage:
+    model = job.model
+    forward = backward = again = NOTHING
+    weights = expert_weights = 0.0
+    share = _recomputed_share(model, sum(letters.values()) / max(1, len(model.layer_parts[0])))
+    counts = Counter(letters)
+    if loss is not None:
+        for letter in model.layer_parts[-1] * (model.mtp_num_layers or 0) if model.architecture == "gpt" else "":
+            counts[letter] += 1
+        times = 1 + (model.mtp_num_layers or 0)
+        forward, backward = forward.plus(loss.forward, times), backward.plus(loss.backward, times)
+        weights += loss.weights
+    for letter, count in counts.items():
+        passes = parts[letter]
+        forward = forward.plus(passes.forward, count)
+        backward = backward.plus(passes.backward, count)
+        again = again.plus(passes.again, count * share)
+        weights += count * passes.weights
+        expert_weights += count * passes.expert_weights
+    if first and not (loss is not None and model.share_embeddings_and_output_weights):
+        weights += padded_vocab_size(model, job.vocab_size) * model.hidden_size / job.layout.tp
+    return Stage(Passes(forward, backward, again, weights, expert_weights), letters)
+
+
+def _recomputed_share(model: ModelConfig, layers: float) -> float:
+    """Of the layers, where full recomputation takes the first so many of each virtual stage only."""
+    if model.recompute_granularity != "full" or model.recompute_method != "block" or not layers:
+        return 1.0
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    return min(1.0, (model.recompute_num_layers or 0) * virtual / layers)
+
+
+def _layers_of_stages(model: ModelConfig) -> list[Mapping[str, int]]:
+    """How many parts of each kind each stage has; where layers do not divide, as evenly as can be."""
+    key = model_key(model)
+    if key not in _STAGES:
+        layers = model.layer_parts
+        try:
+            stages = [[parts for chunk in chunks for parts in chunk] for chunks in chunks_of_stages(model)]
+        except ValueError:
+            stages = []
+        if sum(map(len, stages)) != len(layers):
+            pp = model.pipeline_model_parallel_size
+            cuts = [len(layers) * stage // pp for stage in range(pp + 1)]
+            stages = [list(layers[start:end]) for start, end in pairwise(cuts)]
+        _STAGES[key] = [Counter("".join(stage)) for stage in stages]
+    return _STAGES[key]
+
+
+def _exposed_pp(job: Job, links: Links, device: Device) -> float:
+    """Seconds that a stage waits for messages of one microbatch: one each way for each virtual stage."""
+    model, layout = job.model, job.layout
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.world_size // layout.pp if layout.order == "tp-cp-ep-dp-pp" else layout.tp * layout.cp
+    split = layout.tp if model.sequence_parallel else 1
+    held = job.tokens_per_rank * model.hidden_size * 2 / split
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    overlapped = virtual > 1 and model.overlap_p2p_comm is not False
+    exposed = 1 - device.overlap["pp"] if overlapped else 1.0
+    return 2 * virtual * links.hop(layout.pp, stride, held) * exposed
+
+
+def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tuple[float, float]:
+    """Exposed seconds of gradients and weights among data parallel ranks, and those of the optimizer."""
+    layout, passes = job.layout, stage.passes
+    dense = (layout.dp * layout.cp, layout.tp, passes.weights)
+    experts = (layout.world_size // layout.expert_model_size, layout.etp * layout.ep, passes.expert_weights)
+    item = 4 if job.ddp.grad_reduce_in_fp32 or job.gemm == "fp32" else 2
+    reduced = gathered = moved = 0.0
+    for size, stride, weights in (dense, experts):
+        if not weights:
+            continue
+        sharded = job.optimizer.use_distributed_optimizer
+        one = links.gather(size, stride, weights)
+        reduced += one * item * (1 if sharded else 2)
+        gathered += one * 2 if sharded else 0.0
+        moved += weights * (GRADIENT_BYTES + ADAM_BYTES / (size if sharded else 1))
+    # Messages hide behind the last microbatch's backward and the first one's forward pass.
+    hidden = device.overlap["dp"] * stage.backward.seconds if job.ddp.overlap_grad_reduce else 0.0
+    exposed = max(0.0, reduced - hidden)
+    hidden = device.overlap["dp"] * passes.forward.seconds if job.ddp.overlap_param_gather else 0.0
+    exposed += max(0.0, gathered - hidden)
+    return exposed, moved / device.memory_bandwidth
+
+
+_FLOPS: dict[tuple[Any, ...], float] = {}
+_PAIRS: dict[tuple[Any, ...], float] = {}
+_STAGES: dict[tuple[Any, ...], list[Mapping[str, int]]] = {}

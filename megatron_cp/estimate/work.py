@@ -1,0 +1,210 @@
+"""What a layer and the loss cost one rank for one microbatch, forward, backward and where recomputed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_cp.attention.transports.registry import HEADS, RING, Transport, known_transports
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.flops import head_dims
+from megatron_cp.estimate.rank import ITEM, NOTHING, Passes, Rank, Work
+from megatron_cp.models.layers.mamba.shape import MambaShape
+
+MERGED = 12  # bytes moved for each element of attention's output where a ring step's result is merged
+
+
+def work_of(model: ModelConfig, rank: Rank, part: str) -> Passes:
+    """Of one part of a layer: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
+    return _OF_PART[part](model, rank)
+
+
+def _around(model: ModelConfig, rank: Rank, backward: bool) -> Work:
+    """Norm, residual sum and tensor parallel messages of a part of a layer."""
+    hidden = model.hidden_size
+    around = Work(elementwise=rank.moved((6 if backward else 5) * rank.tokens * hidden / rank.split), kernels=4)
+    # With sequence parallelism the input is gathered again for the weights' gradients.
+    return around.plus(rank.of_tensor_parallel(hidden, 3 if backward and rank.split > 1 else 2))
+
+
+def _recomputed(model: ModelConfig, modules: Mapping[str, Work], layer: Work) -> Work:
+    if model.recompute_granularity == "full":
+        return layer
+    again = NOTHING
+    if model.recompute_granularity == "selective":
+        for module in model.recompute_modules or ["core_attn"]:
+            again = again.plus(modules.get(module, NOTHING))
+    return again
+
+
+def _norm_again(model: ModelConfig, rank: Rank) -> Work:
+    return Work(elementwise=rank.moved(2 * rank.tokens * model.hidden_size / rank.split), kernels=1)
+
+
+def _attention(model: ModelConfig, rank: Rank) -> Passes:
+    hidden, tokens, heads = model.hidden_size, rank.tokens, model.num_attention_heads / rank.tp
+    qk, v = head_dims(model)
+    groups = max(1.0, model.kv_heads / rank.tp)
+    if model.multi_latent_attention:
+        latent, queries = model.kv_lora_rank, model.q_lora_rank
+        up = [(tokens, float(latent), heads * (model.qk_head_dim + v))]
+        down = [(tokens, float(hidden), float(latent + model.qk_pos_emb_head_dim)), (tokens, heads * v, float(hidden))]
+        if queries:
+            down.append((tokens, float(hidden), float(queries)))
+        up.append((tokens, float(queries or hidden), heads * qk))
+        shapes = [*down, *up]
+    else:
+        up = []
+        shapes = [(tokens, float(hidden), heads * qk + groups * (qk + v)), (tokens, heads * v, float(hidden))]
+    rotated = Work(elementwise=rank.moved(2 * tokens * (heads + groups) * qk), kernels=2)
+    core, core_back = (_core(model, rank, heads, groups, back) for back in (False, True))
+    forward = rank.products(*shapes).plus(rotated).plus(core).plus(_around(model, rank, False))
+    backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
+    modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
+    again = _recomputed(model, modules, forward)
+    return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))
+
+
+def _core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
+    """Attention itself, and what context parallel ranks exchange for it."""
+    device, (qk, v) = rank.device, head_dims(model)
+    per_pair = 2 * (qk + v) * heads * (2.5 if backward else 1)
+    scores = rank.square * heads / rank.cp * device.score_bytes * (1.5 if backward else 1)
+    pairs = rank.square if device.score_bytes else rank.pairs
+    flops = per_pair * pairs / rank.cp
+    total = NOTHING
+    transports = known_transports(model.transports) or (RING,)
+    for transport in transports:
+        rings = _ring_size(rank, transport)
+        length = rank.longest / rings
+        seconds = flops / device.attention_flops[backward] * (1 + device.attention_half / max(1.0, length))
+        merged = MERGED * (rings - 1) * rank.tokens * heads * v / device.memory_bandwidth if transport.hops else 0.0
+        work = Work(
+            attention=seconds,
+            elementwise=scores / device.memory_bandwidth + merged,
+            cp=_exchanged(rank, transport, heads * (qk + v), groups * (qk + v), seconds, backward),
+            kernels=(2 if backward else 1) * rings * (4 if device.score_bytes else 1),
+        )
+        total = total.plus(work, 1 / len(transports))
+    return total
+
+
+def _ring_size(rank: Rank, transport: Transport) -> int:
+    if transport.hierarchical:
+        return rank.levels[-1] if rank.levels else rank.cp
+    return 1 if transport.exchanges_heads else rank.cp
+
+
+def _exchanged(
+    rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool
+) -> float:
+    """Exposed seconds of a transport; ``queries`` and ``keys`` are elements a token of q with o, and of k with v."""
+    if rank.cp == 1:
+        return 0.0
+    links, ring = rank.links, _ring_size(rank, transport)
+    of_heads = rank.cp // ring
+    seconds = 0.0
+    if HEADS in transport.levels and of_heads > 1:
+        seconds += links.exchange(of_heads, rank.tp, rank.tokens * (queries + keys) * ITEM)
+    if ring > 1:
+        stride, held = rank.tp * of_heads, rank.tokens * keys * ITEM * (2 if backward else 1)
+        if transport.hops or transport.hierarchical:
+            hidden = rank.device.overlap["cp"] * attention * (ring - 1) / ring
+            seconds += max(rank.device.intra_latency, (ring - 1) * links.hop(ring, stride, held) - hidden)
+        else:
+            seconds += links.gather(ring, stride, held * ring)
+    return seconds
+
+
+def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool) -> Work:
+    """The activation function of so many elements, with its gate."""
+    each = (5 if backward else 3) if model.gated_linear_unit else (3 if backward else 2)
+    return Work(elementwise=rank.moved(each * elements), kernels=1)
+
+
+def _mlp_of(model: ModelConfig, rank: Rank, width: float) -> tuple[Work, Work, float]:
+    """Forward, backward and weights of an MLP."""
+    hidden, split = float(model.hidden_size), width / rank.tp
+    shapes = [(rank.tokens, hidden, split * (2 if model.gated_linear_unit else 1)), (rank.tokens, split, hidden)]
+    passes = [
+        rank.products(*shapes, backward=back).plus(_activation(model, rank, rank.tokens * split, back))
+        for back in (False, True)
+    ]
+    return passes[0], passes[1], sum(k * n for _, k, n in shapes)
+
+
+def _mlp(model: ModelConfig, rank: Rank) -> Passes:
+    forward, backward, weights = _mlp_of(model, rank, model.ffn_hidden_size or 4 * model.hidden_size)
+    modules = {"mlp": forward, "layernorm": _norm_again(model, rank)}
+    whole = forward.plus(_around(model, rank, False))
+    again = _recomputed(model, modules, whole)
+    return Passes(whole, backward.plus(_around(model, rank, True)), again, weights)
+
+
+def _experts(model: ModelConfig, rank: Rank) -> Passes:
+    hidden = float(model.moe_latent_size or model.hidden_size)
+    experts, topk = model.num_moe_experts or 1, model.moe_router_topk
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size) / rank.etp
+    local = experts / rank.ep
+    arrived = rank.tokens / rank.tp * topk * rank.etp  # at a rank's experts, where the router is balanced
+    rows = arrived / local
+    shapes = [(rows, hidden, width * (2 if model.gated_linear_unit else 1)), (rows, width, hidden)]
+    weights = local * sum(k * n for _, k, n in shapes)
+    sent = rank.tokens / rank.tp * topk * hidden * ITEM
+    exchanged = 2 * rank.links.exchange(rank.ep, rank.etp, sent) * (1 - rank.device.overlap["ep"])
+    exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
+    passes, active = [], []
+    for back in (False, True):
+        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=20)
+        chosen = rank.products((rank.tokens / rank.split, float(model.hidden_size), float(experts)), backward=back)
+        each = rank.products(*shapes, count=local, backward=back)
+        grouped = each._replace(kernels=4 if local > 1 else each.kernels)  # one kernel for all local experts
+        active.append(_activation(model, rank, arrived * width, back))
+        passes.append(grouped.plus(sorting).plus(chosen).plus(active[-1]))
+    shared = model.moe_shared_expert_intermediate_size
+    dense, shared_forward = 0.0, NOTHING
+    if shared:
+        shared_forward, shared_backward, dense = _mlp_of(model, rank, shared)
+        passes = [passes[0].plus(shared_forward), passes[1].plus(shared_backward)]
+    modules = {
+        "moe": passes[0],
+        "moe_act": active[0],
+        "shared_experts": shared_forward,
+        "layernorm": _norm_again(model, rank),
+    }
+    forward, backward = (
+        each.plus(_around(model, rank, back)) for each, back in zip(passes, (False, True), strict=True)
+    )
+    return Passes(forward, backward, _recomputed(model, modules, forward), dense, weights)
+
+
+def _mamba(model: ModelConfig, rank: Rank) -> Passes:
+    """Its scan moves states and works at the rate of attention; context parallel ranks exchange heads."""
+    shape, tokens, hidden = MambaShape.of(model), rank.tokens, float(model.hidden_size)
+    projected, inner = sum(shape.projected) / rank.tp, shape.inner / rank.tp
+    shapes = [(tokens, hidden, projected), (tokens, inner, hidden)]
+    passes = []
+    for back in (False, True):
+        scan = 5 * inner * shape.state_dim * tokens * (2 if back else 1) / rank.device.attention_flops[back]
+        exchanged = rank.links.exchange(rank.cp, rank.tp, tokens * (projected + inner) * ITEM)
+        moved = rank.moved((12 if back else 6) * tokens * (projected + inner))
+        core = Work(elementwise=moved + scan, cp=exchanged, kernels=12)
+        passes.append(rank.products(*shapes, backward=back).plus(core).plus(_around(model, rank, back)))
+    modules = {"layernorm": _norm_again(model, rank)}
+    weights = sum(k * n for _, k, n in shapes)
+    return Passes(passes[0], passes[1], _recomputed(model, modules, passes[0]), weights)
+
+
+def loss_work(model: ModelConfig, rank: Rank, rows: float) -> Passes:
+    """The output layer, always in 16 bits, and the loss over ``rows`` of vocabulary on a tensor parallel rank."""
+    own = replace(rank, gemm="bf16" if rank.gemm != "fp32" else "fp32")
+    shape = (rank.tokens, float(model.hidden_size), rows / rank.tp)
+    passes = []
+    for back in (False, True):
+        loss = Work(elementwise=rank.moved(3 * rank.tokens * rows / rank.tp), kernels=8)
+        whole = own.products(shape, backward=back).plus(loss)
+        passes.append(whole.plus(rank.of_tensor_parallel(model.hidden_size, 1 if not back else 2)))
+    return Passes(passes[0], passes[1], weights=shape[1] * shape[2])
+
+
+_OF_PART = {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}
