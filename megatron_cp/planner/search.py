@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cp.attention.transports.registry import ALL_TO_ALL
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.job import Job, MemoryEstimate, TimeEstimate
 from megatron_cp.planner.space import Settings, Space, with_settings
@@ -14,8 +16,10 @@ from megatron_cp.rules import refusal
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
+_WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
 _ATTENTION_RULES = "BCDE"  # sections that a group of attention's ranks decides by itself
-_MOST_CHECKED = 60  # further layouts of a kind that the rules are asked about
+_MOST_CHECKED = 40  # further layouts that the rules are asked about
+_MOST_BASES = 100  # of which all that saves memory is estimated, or how much is missing
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,12 @@ class Estimated:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """What a search found. The rules accept all of these layouts.
 
-    fitting: the fastest layouts, fastest first.
+    fitting: the fastest layout of each division of the ranks, fastest first.
     frontier: layouts that are faster than all others that need as little memory; fastest first.
-    too_large: of each division of the ranks that does not fit what saves most; the least missing memory first.
-    examined: layouts of which memory or time was estimated.
+    too_large: what saves most of each division that does not fit; the least missing memory first.
+    examined: estimates that were made.
     """
 
     fitting: tuple[Estimated, ...]
@@ -56,16 +60,19 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Option:
-    """A layout at one of its steps of saving memory."""
+class _Base:
+    """Layouts that differ in the transport and in what saves memory alone."""
 
-    base: Settings
+    settings: Settings
+    transports: tuple[Settings, ...]
     steps: tuple[Settings, ...]
-    step: int
+
+    def at(self, step: int, transport: int = 0) -> Settings:
+        return self.settings | self.transports[transport] | self.steps[step]
 
     @property
-    def settings(self) -> Settings:
-        return self.base | self.steps[self.step]
+    def division(self) -> tuple[Any, ...]:
+        return tuple(self.settings[name] for name in DIVISION)
 
 
 class Search:
@@ -79,69 +86,80 @@ class Search:
         self._space, self._capacity, self._models = space, capacity, models
         self._examined = 0
         self._usable: dict[tuple[Any, ...], bool] = {}
+        self._count = itertools.count()
 
     def run(self, count: int) -> Found:
-        """Find the ``count`` fastest layouts, and what else is worth knowing."""
-        options, too_large = self._fitting_options()
-        queue = [(self._time(option.settings).seconds, number, option) for number, option in enumerate(options)]
-        heapq.heapify(queue)
-        estimated: list[tuple[float, int, _Option]] = []
-        fitting: list[Estimated] = []
+        """Find the ``count`` fastest layouts, and what else is worth knowing.
+
+        A layout waits in the queue with the least time that it can have: at first without what saves memory, and with
+        a transport that costs nothing. What the search pays for memory and for a transport it learns as its turn comes.
+        """
+        queue: list[tuple[float, int, _Base, int, int]] = []
+
+        def wait(seconds: float, base: _Base, step: int = -1, transport: int = 0) -> None:
+            heapq.heappush(queue, (seconds, next(self._count), base, step, transport))
+
+        for base in self._bases():
+            wait(self._least_seconds(base), base)
+        fitting: dict[tuple[Any, ...], Estimated] = {}
+        bases: list[_Base] = []
+        too_large: list[Settings] = []
         while queue and len(fitting) < count:
-            seconds, number, option = heapq.heappop(queue)
-            found = self.estimate(option.settings)
-            if found.memory.total > self._capacity:  # another transport's buffers fitted, its own do not
-                if option.step + 1 < len(option.steps):
-                    option = replace(option, step=option.step + 1)
-                    heapq.heappush(queue, (self._time(option.settings).seconds, number, option))
+            _, _, base, step, transport = heapq.heappop(queue)
+            if base.division in fitting:
                 continue
-            estimated.append((seconds, number, option))
-            if self._accepted(found.settings):
-                fitting.append(found)
-        rest = sorted([*estimated, *queue], key=lambda each: each[:2])
+            if step < 0:
+                first = self._first_that_fits(base)
+                if first is None:
+                    too_large.append(base.at(-1))
+                    continue
+                bases.append(base)
+                for number in range(len(base.transports)):
+                    wait(self._time(base.at(first, number)).seconds, base, first, number)
+                continue
+            found = self.estimate(base.at(step, transport))
+            if found.memory.total > self._capacity:  # with this transport's buffers
+                if step + 1 < len(base.steps):
+                    wait(self._time(base.at(step + 1, transport)).seconds, base, step + 1, transport)
+            elif self._accepted(found.settings):
+                fitting[base.division] = found
+        ranked = tuple(sorted(fitting.values(), key=lambda each: each.order))
         return Found(
-            tuple(fitting),
-            tuple(self._frontier(fitting, [option for _, _, option in rest])),
+            ranked,
+            tuple(self._frontier(ranked, bases)),
             tuple(self._least_missing(too_large, count)),
             self._examined,
         )
 
     def smallest(self) -> Estimated | None:
         """Return the layout that needs least memory, of those that the rules accept."""
-        needs = sorted(
-            ((self._memory(settings).total, number, settings) for number, settings in enumerate(self._thriftiest())),
-            key=lambda each: each[:2],
-        )
-        return next((self.estimate(found) for _, _, found in needs if self._accepted(found)), None)
+        needs = [(self._memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
+        thrifty = (base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2]))
+        return next((self.estimate(found) for found in thrifty if self._accepted(found)), None)
 
     def estimate(self, settings: Settings) -> Estimated:
         """Estimate memory and time of a layout."""
         return Estimated(settings, self._memory(settings), self._time(settings))
 
-    def _bases(self) -> Iterator[tuple[list[Settings], tuple[Settings, ...]]]:
-        """Layouts that differ in the transport alone, with their steps of saving memory."""
+    def _bases(self) -> Iterator[_Base]:
         for grid in self._space.grids():
-            transports = [each for each in self._space.transports(grid) if self._can_use(grid, each)]
+            transports = tuple(each for each in self._space.transports(grid) if self._can_use(grid, each))
             for schedule in self._space.schedules(grid) if transports else ():
-                steps = self._space.savings(grid, schedule)
-                yield [grid | schedule | each for each in transports], tuple(steps)
+                yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
 
-    def _thriftiest(self) -> Iterator[Settings]:
-        for bases, steps in self._bases():
-            yield bases[0] | steps[-1]
+    def _least_seconds(self, base: _Base) -> float:
+        """The time with memory enough, and with a transport that costs nothing and leaves attention whole."""
+        whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
+        time = self._time(base.at(0) | whole)
+        return time.seconds - time.kinds.get("exposed cp", 0.0)
 
-    def _fitting_options(self) -> tuple[list[_Option], list[tuple[float, Settings]]]:
-        """Layouts at the first step that fits, and of the others how much memory their last step needs."""
-        options, too_large = [], []
-        for bases, steps in self._bases():
-            least = self._memory(bases[0] | steps[-1]).total
-            if least > self._capacity:
-                too_large.append((least, bases[0] | steps[-1]))
-                continue
-            sizes = (self._memory(bases[0] | step).total for step in steps[:-1])
-            first = next((number for number, size in enumerate(sizes) if size <= self._capacity), len(steps) - 1)
-            options += [_Option(base, steps, first) for base in bases]
-        return options, too_large
+    def _first_that_fits(self, base: _Base) -> int | None:
+        """The first step of saving memory that fits."""
+        if self._memory(base.at(-1)).total > self._capacity:
+            return None
+        steps = range(len(base.steps) - 1)
+        fitting = (step for step in steps if self._memory(base.at(step)).total <= self._capacity)
+        return next(fitting, len(base.steps) - 1)
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
         """Whether attention's ranks can use a transport, whatever else the layout is."""
@@ -172,15 +190,12 @@ class Search:
     def _accepted(self, settings: Settings) -> bool:
         return refusal(self._case(settings)) is None
 
-    def _frontier(self, fitting: list[Estimated], options: list[_Option]) -> Iterator[Estimated]:
+    def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
         """Walk from the fastest to slower layouts, and keep those that need less memory than all before."""
-        accepted, checked, least = {str(each.settings) for each in fitting}, 0, float("inf")
-        steps = [
-            replace(option, step=step) for option in options[:_MOST_CHECKED] for step in range(option.step, len(option.steps))
-        ]
-        found = [self.estimate(option.settings) for option in steps]
-        for each in sorted(found, key=lambda each: each.order):
-            if each.memory.total >= 0.98 * least or each.memory.total > self._capacity or checked == _MOST_CHECKED:
+        accepted, checked, least = {str(each.settings) for each in fitting}, 0, 0.99 * self._capacity
+        more = [self.estimate(base.at(step)) for base in bases[:_MOST_BASES] for step in range(len(base.steps))]
+        for each in sorted([*fitting, *more], key=lambda each: each.order):
+            if each.memory.total >= 0.98 * least or checked == _MOST_CHECKED:
                 continue
             if str(each.settings) not in accepted:
                 checked += 1
@@ -189,14 +204,15 @@ class Search:
             least = each.memory.total
             yield each
 
-    def _least_missing(self, too_large: list[tuple[float, Settings]], count: int) -> Iterator[Estimated]:
+    def _least_missing(self, too_large: Sequence[Settings], count: int) -> Iterator[Estimated]:
         """The layouts of distinct divisions of the ranks that need least."""
         seen: set[tuple[Any, ...]] = set()
-        for _, settings in sorted(too_large, key=lambda each: (each[0], str(each[1]))):
-            division = tuple(settings[name] for name in DIVISION)
-            if division not in seen and len(seen) < count and self._accepted(settings):
+        found = [self.estimate(settings) for settings in too_large[:_MOST_BASES]]
+        for each in sorted(found, key=lambda each: each.memory.total):
+            division = tuple(each.settings[name] for name in DIVISION)
+            if division not in seen and len(seen) < count and self._accepted(each.settings):
                 seen.add(division)
-                yield self.estimate(settings)
+                yield each
 
 
 DIVISION = (

@@ -96,7 +96,7 @@ class Space:
     def _slices(self, tp: int, cp: int) -> bool:
         """Whether the ranks' parts of a sample are alike, and none of them is nearly empty."""
         length, unit = self.case.config.model.seq_length or 1, (2 * cp if cp > 1 else 1) * tp
-        return length % unit == 0 and length // cp >= min(length, 128) or self._packed
+        return length % unit == 0 and length // cp >= min(length, 512) or self._packed
 
     def _experts(self, tp: int, pp: int) -> Iterator[Settings]:
         ep_name, etp_name = NAME.model.expert_model_parallel_size, NAME.model.expert_tensor_parallel_size
