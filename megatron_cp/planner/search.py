@@ -18,8 +18,9 @@ from megatron_cp.rules.remedies import Case
 
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
 _ATTENTION_RULES = "BCDE"  # sections that a group of attention's ranks decides by itself
+_MOST_SHOWN = 12  # layouts that do not fit
 _MOST_CHECKED = 40  # further layouts that the rules are asked about
-_MOST_BASES = 100  # of which all that saves memory is estimated, or how much is missing
+_MOST_BASES = 100  # of which all that saves memory is estimated
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,26 @@ class Estimated:
 
 
 @dataclass(frozen=True)
+class TooLarge:
+    """A layout that does not fit, with the settings of a like one that does; None where none does."""
+
+    layout: Estimated
+    remedy: Settings | None
+
+
+@dataclass(frozen=True)
 class Found:
     """What a search found. The rules accept all of these layouts.
 
     fitting: the fastest layout of each division of the ranks, fastest first.
     frontier: layouts that are faster than all others that need as little memory; fastest first.
-    too_large: what saves most of each division that does not fit; the least missing memory first.
+    too_large: layouts that do not fit and would be fast, one of each division; fastest first.
     examined: estimates that were made.
     """
 
     fitting: tuple[Estimated, ...]
     frontier: tuple[Estimated, ...]
-    too_large: tuple[Estimated, ...]
+    too_large: tuple[TooLarge, ...]
     examined: int
 
 
@@ -103,7 +112,7 @@ class Search:
             wait(self._least_seconds(base), base)
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
-        too_large: list[Settings] = []
+        too_large: list[tuple[Settings, Settings | None]] = []
         while queue and len(fitting) < count:
             _, _, base, step, transport = heapq.heappop(queue)
             if base.division in fitting:
@@ -111,8 +120,10 @@ class Search:
             if step < 0:
                 first = self._first_that_fits(base)
                 if first is None:
-                    too_large.append(base.at(-1))
+                    too_large.append((base.at(-1), None))
                     continue
+                if first > 0:
+                    too_large.append((base.at(first - 1), base.at(first)))
                 bases.append(base)
                 for number in range(len(base.transports)):
                     wait(self._time(base.at(first, number)).seconds, base, first, number)
@@ -127,7 +138,7 @@ class Search:
         return Found(
             ranked,
             tuple(self._frontier(ranked, bases)),
-            tuple(self._least_missing(too_large, count)),
+            tuple(self._too_large(too_large, ranked)),
             self._examined,
         )
 
@@ -204,15 +215,27 @@ class Search:
             least = each.memory.total
             yield each
 
-    def _least_missing(self, too_large: Sequence[Settings], count: int) -> Iterator[Estimated]:
-        """The layouts of distinct divisions of the ranks that need least."""
+    def _too_large(
+        self, found: Sequence[tuple[Settings, Settings | None]], fitting: Sequence[Estimated]
+    ) -> Iterator[TooLarge]:
         seen: set[tuple[Any, ...]] = set()
-        found = [self.estimate(settings) for settings in too_large[:_MOST_BASES]]
-        for each in sorted(found, key=lambda each: each.memory.total):
-            division = tuple(each.settings[name] for name in DIVISION)
-            if division not in seen and len(seen) < count and self._accepted(each.settings):
-                seen.add(division)
-                yield each
+        for settings, remedy in found:
+            division = tuple(settings[name] for name in DIVISION)
+            if division in seen or len(seen) == _MOST_SHOWN:
+                continue
+            seen.add(division)
+            if self._accepted(settings):
+                near = remedy or next(iter(sorted((each.settings for each in fitting), key=_changes(settings))), None)
+                yield TooLarge(self.estimate(settings), near)
+
+
+def changes(settings: Settings, other: Settings) -> Settings:
+    """Return the settings of ``other`` that differ."""
+    return {name: value for name, value in other.items() if settings.get(name) != value}
+
+
+def _changes(settings: Settings) -> Callable[[Settings], int]:
+    return lambda other: len(changes(settings, other))
 
 
 DIVISION = (

@@ -7,6 +7,7 @@ from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
+NEARLY_FULL = 0.9  # share of a GPU's memory that estimates should stay below: they are a few percent off
 
 def estimated(case: Case) -> MemoryEstimate | None:
     """Return the peak memory of a case; None where its sizes are impossible or its vocabulary is not known."""

@@ -8,18 +8,17 @@ from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
-from megatron_cp.rules.memory import estimated, shown
+from megatron_cp.rules.memory import NEARLY_FULL, estimated, shown
 from megatron_cp.rules.proposals import Severity, typed
 from megatron_cp.rules.remedies import parse_fix
 
-_NEARLY_FULL = 0.9
 _MORE_RANKS = (2, 4, 8, 16)
 
 
 @rule(
     "K66",
     "The estimated peak memory fits a GPU.",
-    f"An error above what a GPU has, a warning above {_NEARLY_FULL:.0%} of it: estimates are a few percent off, and "
+    f"An error above what a GPU has, a warning above {NEARLY_FULL:.0%} of it: estimates are a few percent off, and "
     "other programs may use some. A GPU's memory is read from its driver, or stated by --environment. The estimate "
     "does not cover evaluation. --no-memory-check skips this rule; megatron-cp plan finds layouts that fit.",
     broken(
@@ -32,7 +31,7 @@ _MORE_RANKS = (2, 4, 8, 16)
 def memory_fits(c: Context) -> Iterator[Finding]:
     memory = c.environment.gpu_memory_gib
     peak = estimated(c) if memory and c.config.train.check_memory and c.divisible else None
-    if not memory or peak is None or peak.total <= _NEARLY_FULL * memory * 2**30:
+    if not memory or peak is None or peak.total <= NEARLY_FULL * memory * 2**30:
         return
     too_large = peak.total > memory * 2**30
     note = "or 'megatron-cp plan' finds layouts that fit" if too_large else "silences this warning"
@@ -49,7 +48,7 @@ def _savings(c: Context, memory: float) -> Iterator[str]:
     ranks = [c.world_size * times for times in _MORE_RANKS if c.world_size * times <= MOST_RANKS]
     for text in filter(None, [*proposals, *(f"start {number} ranks" for number in ranks)]):
         peak = estimated(c.after(parse_fix(text)[0]))
-        if peak is not None and peak.total <= _NEARLY_FULL * memory * 2**30:
+        if peak is not None and peak.total <= NEARLY_FULL * memory * 2**30:
             yield text
             if text not in proposals[:2]:
                 return
