@@ -51,7 +51,9 @@ def prepared(config: RunConfig, gpus_per_node: int | None = None) -> RunConfig:
     config, choice = resolve_auto(config, world_size, gpus_per_node, environment)
     warnings = check_or_raise(config, world_size, gpus_per_node, environment)
     if launcher.is_first_rank():
-        memory = memory_line(Case(config, world_size, gpus_per_node, environment)) if environment.gpu_memory_gib else None
+        memory = (
+            memory_line(Case(config, world_size, gpus_per_node, environment)) if environment.gpu_memory_gib else None
+        )
         lines = [*filter(None, [choice, memory]), *map(str, warnings)]
         say("\n".join(lines), end="\n" if lines else "")
     launcher.add_variables(config.env_vars)  # before torch, which reads some as it is imported

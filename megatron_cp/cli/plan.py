@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
+from megatron_cp.cli.schedule import lengths_from
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, given, parse
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_of
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
 from megatron_cp.estimate.device import device_names, load_device
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.time import time_estimate
@@ -58,11 +61,17 @@ def _parser() -> argparse.ArgumentParser:
         return number
 
     parser.add_argument("--gpus", type=count(MOST_RANKS), required=True, help="how many there are")
-    parser.add_argument("--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a file")
+    parser.add_argument(
+        "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a file"
+    )
     add_gpus_per_node(parser)
     parser.add_argument("--seq-length", "--seq_length", "-sl", type=amount, help="tokens of a sample: 131072 or 128K")
     batch = 'samples of a step, or tokens: 512, 4M or "4M tokens"'
     parser.add_argument("--global-batch-size", "--global_batch_size", "-gb", dest="batch", type=amount, help=batch)
+    lengths = "samples of different lengths, packed: a file as of 'schedule', or a distribution"
+    parser.add_argument(
+        "--lengths", metavar="FILE|DISTRIBUTION", help=f"{lengths} ({', '.join(sorted(DISTRIBUTIONS))})"
+    )
     parser.add_argument("--top", type=count(1000), default=10, help="layouts to show (default: 10)")
     parser.add_argument("--detail", action="store_true", help="where time and memory go, of every layout shown")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -80,13 +89,15 @@ def main(argv: Sequence[str]) -> int:
     device, begin = load_device(args.gpu), time.process_time()
     node = args.gpus_per_node or min(device.gpus_per_node, args.gpus)
     recipe, case, changed = _case(parser, args, environment_of(device, node), node)
-    fixed = {name for name in _flat(parse_overrides(args.overrides))} | given(args).keys()
+    fixed = set(_flat(parse_overrides(args.overrides))) | given(args).keys()
     models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
     usable = device.memory * NEARLY_FULL
     base, train, model = _flat(case.config.given()), case.config.train, case.config.model
     case = with_settings(case, {NAME.train.check_memory: False})  # the search says what does not fit, and by how much
-    found = Search(Space(case, fixed, node), usable, models).run(args.top)
-    tokens = train.global_batch_size * (model.seq_length or 0)
+    lengths = _lengths(args, model.seq_length or 1, train.global_batch_size)
+    space = Space(case, fixed, node, lengths)
+    found = Search(space, usable, models).run(args.top)
+    tokens = sum(lengths) if lengths else train.global_batch_size * (model.seq_length or 0)
     setup = Setup(device.name, args.gpus, node, device.memory, device.matmul_flops["bf16"], tokens)
     if not found.fitting:
         say(f"megatron-cp plan: {_impossible(case, fixed, node, usable, models, device.name)}", file=sys.stderr)
@@ -106,6 +117,26 @@ def main(argv: Sequence[str]) -> int:
         write_png(args.plot, setup, found, usable, f"{case.config.recipe}, {model.seq_length:,} tokens a sample")
         say(f"wrote {args.plot}", file=sys.stderr)
     return EXIT_OK
+
+
+def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, ...] | None:
+    """The lengths of the samples of a global batch, where they differ.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    if args.lengths is None:
+        return None
+    if args.lengths in DISTRIBUTIONS:
+        return tuple(sample_lengths(args.lengths, count, longest).tolist())
+    try:
+        found = lengths_from(args.lengths)
+    except (OSError, ValueError) as error:
+        known = ", ".join(sorted(DISTRIBUTIONS))
+        raise ConfigError(
+            f"--lengths {args.lengths}: {error}. Fix: name a file of lengths, or one of {known}"
+        ) from error
+    return tuple(np.minimum(np.resize(found, count), longest).tolist())
 
 
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -163,9 +194,7 @@ def _flat(settings: dict[str, Any]) -> Settings:
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
-def _impossible(
-    case: Case, fixed: set[str], node: int, usable: float, models: Models, gpu: str
-) -> str:
+def _impossible(case: Case, fixed: set[str], node: int, usable: float, models: Models, gpu: str) -> str:
     """Why nothing fits, and the smallest number of GPUs or the longest sequence that would work."""
     from megatron_cp.planner.limits import fewest_gpus, longest_sequence
 
@@ -184,9 +213,7 @@ def _impossible(
     return f"{what}. Fix: {', or '.join(fixes) or 'let more settings be searched'}"
 
 
-def _show(
-    args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float
-) -> None:
+def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float) -> None:
     """Print the plan."""
 
     def figures(layout: Estimated) -> Figures:

@@ -113,6 +113,8 @@ def words(settings: Settings, gpus: int) -> str:
     transport = settings[names.cp_comm_type] + (f" {'x'.join(map(str, levels))}" if levels else "")
     virtual, ep = settings[names.virtual_pipeline_model_parallel_size], settings[names.expert_model_parallel_size]
     etp, micro = settings[names.expert_tensor_parallel_size], settings[NAME.train.micro_batch_size]
+    if settings.get(names.dynamic_context_parallel):
+        transport = f"dynamic, {settings[names.max_seqlen_per_dp_cp_rank]} tokens a rank, {transport}"
     sizes = [
         f"tp {tp}" if tp > 1 else "",
         f"pp {pp}" + (f" x {virtual}" if virtual else "") if pp > 1 else "",
@@ -130,7 +132,9 @@ def _saving_words(settings: Settings) -> list[str]:
     granularity, layers = settings[names.recompute_granularity], settings[names.recompute_num_layers]
     found = []
     if granularity == "full":
-        found.append("all recomputed" if settings[names.recompute_method] == "uniform" else f"{layers} layers recomputed")
+        found.append(
+            "all recomputed" if settings[names.recompute_method] == "uniform" else f"{layers} layers recomputed"
+        )
     elif granularity:
         found.append(f"{' and '.join(settings[names.recompute_modules] or ['core_attn'])} recomputed")
     if settings[names.cross_entropy_chunk_size]:

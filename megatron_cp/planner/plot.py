@@ -16,49 +16,66 @@ from megatron_cp.rules.memory import gib
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _BEST, _FITS, _GREY, _LIMIT = "#d55e00", "#0072b2", "#9a9a9a", "#333333"
-_NAMED = 4  # points of a kind that have a text beside them
+_NAMED = 6  # points of a kind that have a number, and a line in the key
 
 
 def draw(setup: Setup, found: Found, usable: float, title: str) -> Figure:
-    """Return the figure."""
+    """Return the figure: the points on the left, and what the numbered ones are on the right."""
     ranked = [Figures(setup, each) for each in found.fitting]
-    frontier = [Figures(setup, each) for each in found.frontier]
+    frontier = sorted((Figures(setup, each) for each in found.frontier), key=_x)
     too_large = [Figures(setup, each.layout) for each in found.too_large]
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    axes = figure.add_subplot()
-    everything = [*ranked, *frontier, *too_large]
-    widest = max(_x(each) for each in everything)
-    axes.axvspan(usable / 2**30, max(1.08 * widest, 1.2 * usable / 2**30), color="#f3f3f3", zorder=0)
-    axes.axvline(usable / 2**30, color=_LIMIT, linewidth=1.2, linestyle="--")
-    slowest = max(each.seconds for each in everything)
-    axes.scatter(*_points(too_large), color=_GREY, marker="x", s=55, label="does not fit")
-    axes.scatter(*_points(ranked), color=_FITS, s=55, label="fits: the fastest of each division of the GPUs")
-    steps = sorted(frontier, key=_x)
-    axes.step(*_points(steps), where="post", color=_FITS, linewidth=1.4, alpha=0.6)
-    axes.scatter(*_points(frontier), color="white", edgecolor=_FITS, s=45, zorder=2.5,
-                 label="frontier: nothing is faster with as little memory")  # fmt: skip
-    best = ranked[0]
-    axes.scatter(*_points([best]), color=_BEST, marker="*", s=420, zorder=4, label="the fastest that fits")
-    labels = [(best, f"{best.words}\n{best.seconds:.3g} s, {best.mfu:.0%} MFU, {gib(best.layout.memory.total)} GiB", _BEST)]
-    rest = [each for each in (steps[:1] + steps[1:-1][:: max(1, len(steps) // _NAMED)]) if each.words != best.words]
-    labels += [(each, each.words, _FITS) for each in rest[:_NAMED]]
-    over = [(each, gib(each.layout.memory.total - usable)) for each in too_large[:_NAMED]]
-    labels += [(each, f"{each.words}\n{size} GiB too much", _GREY) for each, size in over]
-    _annotate(axes, labels)
-    axes.text(usable / 2**30, slowest, f" {gib(usable)} GiB of {gib(setup.memory)} are used ", fontsize=9, va="top", ha="right",
-              rotation=90, color=_LIMIT)  # fmt: skip
-    axes.set_xlabel("estimated peak memory of a GPU, GiB")
-    axes.set_ylabel("estimated step, seconds")
-    axes.set_title(
-        f"{title}: {setup.gpus} {setup.gpu}, {setup.tokens:,} tokens a step", loc="left", fontsize=13, fontweight="bold"
-    )
+    figure = Figure(figsize=(13.5, 7), layout="constrained")
+    axes, key = figure.subplots(1, 2, width_ratios=(1.9, 1))
+    limit, widest = usable / 2**30, max(_x(each) for each in (*ranked, *too_large))
+    axes.axvspan(limit, 2 * max(widest, limit), color="#f1f1f1", zorder=0)
+    axes.axvline(limit, color=_LIMIT, linewidth=1.2, linestyle="--")
+    axes.scatter(*_points(too_large), color=_GREY, marker="x", s=60, label="does not fit")
+    axes.step(*_points(frontier), where="post", color=_FITS, linewidth=1.4, alpha=0.5)
+    hollow = {"color": "white", "edgecolor": _FITS, "zorder": 2.5}
+    axes.scatter(*_points(frontier), s=45, label="frontier: all that is faster needs more memory", **hollow)
+    axes.scatter(*_points(ranked), color=_FITS, s=55, zorder=3, label="fits: the fastest of each division of the GPUs")
+    axes.scatter(*_points(ranked[:1]), color=_BEST, marker="*", s=480, zorder=4, label="the fastest that fits")
+    lines = [(str(number), each, "") for number, each in enumerate(ranked[:_NAMED], start=1)]
+    others = [each for each in frontier if each.words not in {each.words for each in ranked}]
+    chosen = others[:: -max(1, -(-len(others) // _NAMED))]
+    lines += [("abcdef"[number], each, "") for number, each in enumerate(chosen)]
+    for number, each in enumerate(too_large[:_NAMED]):
+        missing = gib(each.layout.memory.total - usable)
+        lines.append(("ABCDEF"[number], each, f", {missing} GiB too much"))
+    for mark, each, _ in lines:
+        colour = _BEST if mark == "1" else _GREY if mark.isupper() else _FITS
+        axes.annotate(mark, (_x(each), each.seconds), xytext=(8, 6), textcoords="offset points", color=colour,
+                      fontsize=11, fontweight="bold")  # fmt: skip
+    _key(key, lines)
+    axes.text(limit, axes.get_ylim()[1], f"{gib(usable)} of {gib(setup.memory)} GiB may be used ", fontsize=9, va="top",
+              ha="right", rotation=90, color=_LIMIT)  # fmt: skip
+    axes.set_xlabel("estimated peak memory of a GPU, GiB (less is better)")
+    axes.set_ylabel("estimated step, seconds (less is better)")
+    axes.set_title(f"{setup.gpus} {setup.gpu}, {setup.tokens:,} tokens a step", loc="left", fontsize=11)
     axes.grid(color="#e4e4e4", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.08)
-    axes.set_xlim(left=0)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    axes.set_xlim(0, 1.08 * max(widest, limit))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     return figure
+
+
+def _key(axes: Any, lines: Sequence[tuple[str, Figures, str]]) -> None:
+    """List the marked points: their layout, step and memory."""
+    axes.axis("off")
+    texts = [
+        (mark, textwrap.wrap(f"{each.words}: {each.seconds:.3g} s, {gib(each.layout.memory.total)} GiB{more}", 52))
+        for mark, each, more in lines
+    ]
+    height = 1 / max(1, sum(len(text) + 0.5 for _, text in texts))
+    top = 1.0
+    for mark, text in texts:
+        colour = _BEST if mark == "1" else "#6f6f6f" if mark.isupper() else _FITS
+        style = {"transform": axes.transAxes, "va": "top", "color": colour, "fontsize": 9}
+        axes.text(0.0, top, mark, fontweight="bold", **style)
+        axes.text(0.06, top, "\n".join(text), linespacing=1.15, **style)
+        top -= min(height, 0.036) * (len(text) + 0.5)
 
 
 def _x(figures: Figures) -> float:
@@ -67,22 +84,6 @@ def _x(figures: Figures) -> float:
 
 def _points(figures: Sequence[Figures]) -> tuple[list[float], list[float]]:
     return [_x(each) for each in figures], [each.seconds for each in figures]
-
-
-def _annotate(axes: Any, labels: Sequence[tuple[Figures, str, str]]) -> None:
-    """Write beside points, those of one height apart from each other."""
-    for number, (each, text, colour) in enumerate(labels):
-        text = "\n".join("\n".join(textwrap.wrap(line, 34)) for line in text.splitlines())
-        above = number % 2 == 0
-        axes.annotate(
-            text,
-            (_x(each), each.seconds),
-            xytext=(8, 10 if above else -10),
-            textcoords="offset points",
-            va="bottom" if above else "top",
-            fontsize=8,
-            color=colour,
-        )
 
 
 def write_png(path: Path, setup: Setup, found: Found, usable: float, title: str) -> None:

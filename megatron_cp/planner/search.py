@@ -11,6 +11,7 @@ from typing import Any
 from megatron_cp.attention.transports.registry import ALL_TO_ALL
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.job import Job, MemoryEstimate, TimeEstimate
+from megatron_cp.planner.packed import packed_job, packed_time
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
 from megatron_cp.rules.job import job_of
@@ -161,7 +162,11 @@ class Search:
     def _least_seconds(self, base: _Base) -> float:
         """The time with memory enough, and with a transport that costs nothing and leaves attention whole."""
         whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
-        time = self._time(base.at(0) | whole)
+        if self._space.lengths is not None:
+            case = self._case(base.at(0) | whole)
+            time = self._models.time(packed_job(case, self._space.lengths))
+        else:
+            time = self._time(base.at(0) | whole)
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def _first_that_fits(self, base: _Base) -> int | None:
@@ -186,17 +191,20 @@ class Search:
     def _case(self, settings: Settings) -> Case:
         return with_settings(self._space.case, settings)
 
-    def _job(self, settings: Settings) -> Job:
+    def _memory(self, settings: Settings) -> MemoryEstimate:
         self._examined += 1
         job = job_of(self._case(settings))
         assert job is not None  # the request has a vocabulary
-        return job
-
-    def _memory(self, settings: Settings) -> MemoryEstimate:
-        return self._models.memory(self._job(settings))
+        return self._models.memory(job)
 
     def _time(self, settings: Settings) -> TimeEstimate:
-        return self._models.time(self._job(settings))
+        self._examined += 1
+        case, lengths = self._case(settings), self._space.lengths
+        if lengths is not None:
+            return packed_time(case, lengths, self._models.time)
+        job = job_of(case)
+        assert job is not None
+        return self._models.time(job)
 
     def _accepted(self, settings: Settings) -> bool:
         return refusal(self._case(settings)) is None
@@ -219,14 +227,15 @@ class Search:
         self, found: Sequence[tuple[Settings, Settings | None]], fitting: Sequence[Estimated]
     ) -> Iterator[TooLarge]:
         seen: set[tuple[Any, ...]] = set()
-        for settings, remedy in found:
-            division = tuple(settings[name] for name in DIVISION)
+        estimated = [(self.estimate(settings), remedy) for settings, remedy in found[:_MOST_BASES]]
+        for each, remedy in sorted(estimated, key=lambda pair: pair[0].order):
+            division = tuple(each.settings[name] for name in DIVISION)
             if division in seen or len(seen) == _MOST_SHOWN:
                 continue
             seen.add(division)
-            if self._accepted(settings):
-                near = remedy or next(iter(sorted((each.settings for each in fitting), key=_changes(settings))), None)
-                yield TooLarge(self.estimate(settings), near)
+            if self._accepted(each.settings):
+                near = sorted((other.settings for other in fitting), key=_changes(each.settings))
+                yield TooLarge(each, remedy or next(iter(near), None))
 
 
 def changes(settings: Settings, other: Settings) -> Settings:

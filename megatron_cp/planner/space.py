@@ -46,11 +46,13 @@ class Space:
         case: its configuration has the settings that stay as they are.
         fixed: dotted names of searched settings that stay as they are, too.
         gpus_per_node: tensor parallelism stays in a node.
+        lengths: of the samples of a global batch, where they differ: they are packed.
     """
 
     case: Case
     fixed: Collection[str]
     gpus_per_node: int
+    lengths: tuple[int, ...] | None = None
 
     def _values(self, name: str, proposals: Iterable[Any]) -> list[Any]:
         return [self.case.config.value_at(name)] if name in self.fixed else list(proposals)
@@ -85,7 +87,7 @@ class Space:
 
     @property
     def _packed(self) -> bool:
-        return self.case.config.model.sequence_packing_scheduler is not None
+        return self.lengths is not None or self.case.config.model.sequence_packing_scheduler is not None
 
     def _stages(self, ranks: int) -> list[int]:
         pattern = self.case.config.model.hybrid_layer_pattern or ""
@@ -96,7 +98,7 @@ class Space:
     def _slices(self, tp: int, cp: int) -> bool:
         """Whether the ranks' parts of a sample are alike, and none of them is nearly empty."""
         length, unit = self.case.config.model.seq_length or 1, (2 * cp if cp > 1 else 1) * tp
-        return length % unit == 0 and length // cp >= min(length, 512) or self._packed
+        return (length % unit == 0 and length // cp >= min(length, 512)) or self._packed
 
     def _experts(self, tp: int, pp: int) -> Iterator[Settings]:
         ep_name, etp_name = NAME.model.expert_model_parallel_size, NAME.model.expert_tensor_parallel_size
@@ -119,12 +121,37 @@ class Space:
             for virtual in self._values(NAME.model.virtual_pipeline_model_parallel_size, self._virtual(pp)):
                 if virtual and not self._packed and (replica // micro) % pp:
                     continue
-                for split in self._splits(pp, virtual or 1):
+                for split, packing in itertools.product(self._splits(pp, virtual or 1), self._packings(cp)):
                     yield {
                         NAME.train.micro_batch_size: micro,
                         NAME.model.virtual_pipeline_model_parallel_size: virtual,
                         **split,
+                        **packing,
                     }
+
+    def _packings(self, cp: int) -> list[Settings]:
+        """Packs of one size of group, or dynamic CP, whose groups of so many ranks hold the longest sample."""
+        if not self._packed:
+            return [{}]
+        names, longest = NAME.model, self.case.config.model.seq_length or 1
+        found = [
+            {
+                names.sequence_packing_scheduler: scheduler,
+                names.dynamic_context_parallel: dynamic,
+                names.min_dynamic_context_parallel_size: smallest,
+                names.max_seqlen_per_dp_cp_rank: -(-longest // (2 * cp * self.gpus_per_node)) * 2 * self.gpus_per_node,
+            }
+            for scheduler, dynamic, smallest in (
+                ("dp_balanced", False, 1),
+                *(("default_dynamic_cp", True, size) for size in (1, 2) if size <= cp),
+            )
+        ]
+        kept = {name: self.case.config.value_at(name) for name in self.fixed if name in found[0]}
+        return [each | kept for each in found if self._agrees(each, kept)]
+
+    def _agrees(self, packing: Settings, kept: Settings) -> bool:
+        """Whether a packing is the one that fixed settings choose; how much a rank holds may be any."""
+        return all(packing[name] == kept.get(name, packing[name]) for name in list(packing)[:3])
 
     def _virtual(self, pp: int) -> list[int | None]:
         layers = len(self.case.config.model.layer_parts)
@@ -166,7 +193,7 @@ class Space:
 
     def savings(self, grid: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[Settings]:
         """What saves memory, from nothing to everything, about in the order of the time that it costs."""
-        tp, pp, cp = (grid[name] for name in _SIZES)
+        _, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
         chunk, pieces = NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunks_for_training

@@ -61,14 +61,14 @@ def _listed(shown: Mapping[str, str], shares: Mapping[str, float]) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in columns:
-        is_text = "layout" in name or "fit" in name and "if" not in name or "limited" in name
+        is_text = "layout" in name or ("fit" in name and "if" not in name) or "limited" in name
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     return table
 
 
 def _drawn(content: RenderableType) -> str:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    console = Console(file=io.StringIO(), width=max(width, 80), color_system=None)
+    console = Console(file=io.StringIO(), width=max(width, 80), color_system=None, markup=False)
     console.print(content)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

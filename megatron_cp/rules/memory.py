@@ -9,6 +9,7 @@ from megatron_cp.rules.remedies import Case
 
 NEARLY_FULL = 0.9  # share of a GPU's memory that estimates should stay below: they are a few percent off
 
+
 def estimated(case: Case) -> MemoryEstimate | None:
     """Return the peak memory of a case; None where its sizes are impossible or its vocabulary is not known."""
     try:
