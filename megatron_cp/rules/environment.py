@@ -46,12 +46,12 @@ class Environment:
     @classmethod
     def detect(cls) -> Environment:
         """This process's own surroundings: torch's view of the GPUs where torch is loaded, else the driver's."""
-        gpus, capability, memory = _gpus()
+        gpus, capability = _gpus()
         return cls(
             device="gpu" if gpus else "cpu",
             gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only its own
             compute_capability=capability,
-            gpu_memory_gib=memory,
+            gpu_memory_gib=_gpu_memory() if gpus else None,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
             mamba_ssm=installed_version("mamba-ssm"),
@@ -124,19 +124,24 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _gpus() -> tuple[int, float | None, float | None]:
-    """Number of visible NVIDIA GPUs, the first one's compute capability, and the least memory of one."""
+def _gpus() -> tuple[int, float | None]:
+    """Number of visible NVIDIA GPUs and the first one's compute capability."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and not cuda.is_available():
-        return 0, None, None  # built without CUDA, or not given a GPU
+        return 0, None  # built without CUDA, or not given a GPU
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        return 0, None, None
+        return 0, None
     driver = read_driver()  # torch would start CUDA to tell the capability, and a later fork would trip over that
     if driver is None and cuda is not None:
-        return cuda.device_count(), None, None  # CUDA without the driver's own library, as in some containers
+        return cuda.device_count(), None  # CUDA without the driver's own library, as in some containers
     if driver is None or not driver.gpus:
-        return 0, None, None
-    number, capability = len(driver.gpus), driver.gpus[0].compute_capability
-    memory = min(gpu.memory for gpu in driver.gpus) / 2**30
-    return number if visible is None else min(number, len(visible.split(","))), capability, memory
+        return 0, None
+    number = len(driver.gpus)
+    return number if visible is None else min(number, len(visible.split(","))), driver.gpus[0].compute_capability
+
+
+def _gpu_memory() -> float | None:
+    """GiB of the GPU that has least; None where the driver does not say."""
+    driver = read_driver()
+    return min(gpu.memory for gpu in driver.gpus) / 2**30 if driver and driver.gpus else None
