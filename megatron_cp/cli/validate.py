@@ -63,7 +63,8 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     data = planned_line(config.dataset, config.train.train_iters * config.train.global_batch_size)
-    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment))
+    on_gpus = environment.device == "gpu"  # CPU ranks share the memory of their machine
+    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment)) if on_gpus else None
     say(f"# {config.recipe} on {world_size} ranks\n{data}", *filter(None, [choice, memory]), sep="\n")
     with contextlib.suppress(ValueError):  # an impossible layout: the violations below say why
         layout = layout_of(config.model, config.dist, world_size)
@@ -85,5 +86,5 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
 def _about_memory(environment: Environment, train: TrainConfig) -> str:
     """What of memory was checked, for the last line."""
     if not environment.gpu_memory_gib:
-        return "memory is not checked (--environment gpu checks it for GPUs of 80 GiB)"
+        return "memory is not checked"
     return "the estimated memory fits" if train.check_memory else "memory is not checked (--no-memory-check)"

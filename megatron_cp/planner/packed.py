@@ -83,7 +83,7 @@ def prices(job: Job, limit: int, time: Time) -> CostModel:
     seconds = np.array([_busy(time(_of_group(job, int(length), 1))) for length in tokens])
     quadratic, linear, fixed = np.linalg.solve(np.stack([tokens**2, tokens, tokens**0], axis=1).astype(float), seconds)
     ranks = job.layout.dp * job.layout.cp
-    sizes = [size for size in (2, ranks) if size <= ranks]
+    sizes = [size for size in (2, ranks) if 1 < size <= ranks]
     moved = [_moved(time(_of_group(job, limit * size, size)), limit * size, size) for size in sizes] or [0.0]
     return CostModel(
         per_microbatch=max(0.0, float(fixed)),
