@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = sum(lengths) if lengths else train.global_batch_size * (model.seq_length or 0)
     setup = Setup(device.name, args.gpus, node, device.memory, device.matmul_flops["bf16"], tokens)
     if not found.fitting:
-        say(f"megatron-cp plan: {_impossible(case, fixed, node, usable, models, device.name)}", file=sys.stderr)
+        say(f"megatron-cp plan: {_impossible(space, usable, models, device.name)}", file=sys.stderr)
         return EXIT_CONFIG
     seconds = time.process_time() - begin
     best = changed | {
@@ -139,6 +139,12 @@ def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, .
     return tuple(np.minimum(np.resize(found, count), longest).tolist())
 
 
+def _mean_length(args: argparse.Namespace, longest: int) -> float:
+    """Tokens of a sample, on average."""
+    drawn = _lengths(args, longest, 4096)
+    return longest if drawn is None else sum(drawn) / len(drawn)
+
+
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse a file that cannot be written before any work."""
     for option in ("write", "plot"):
@@ -164,8 +170,10 @@ def _case(
         if args.seq_length:
             changed[_LENGTH] = length
         if args.batch:
-            changed[_BATCH] = samples(args.batch, length)
+            changed[_BATCH] = samples(args.batch, _mean_length(args, length))
         longest, kind = config.model.max_position_embeddings or length, config.model.position_embedding_type
+        if args.lengths and not config.runs_packs:
+            changed[NAME.model.sequence_packing_scheduler] = "dp_balanced"
         if length > longest and kind in ("rope", "none"):
             changed[NAME.model.max_position_embeddings] = length
         if changed:
@@ -194,23 +202,25 @@ def _flat(settings: dict[str, Any]) -> Settings:
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
-def _impossible(case: Case, fixed: set[str], node: int, usable: float, models: Models, gpu: str) -> str:
+def _impossible(space: Space, usable: float, models: Models, gpu: str) -> str:
     """Why nothing fits, and the smallest number of GPUs or the longest sequence that would work."""
     from megatron_cp.planner.limits import fewest_gpus, longest_sequence
 
-    smallest = Search(Space(case, fixed, node), usable, models).smallest()
-    what = f"--gpus {case.world_size}: "
-    if smallest is None:
-        what += "no layout divides the model, the batch and the sequence over so many"
+    search = Search(space, usable, models)
+    smallest, what = search.smallest(), f"--gpus {space.case.world_size}: "
+    if smallest is not None:
+        need = gib(smallest.memory.total)
+        what += f"nothing fits {gib(usable)} GiB of an {gpu}; the smallest layout needs {need} GiB a GPU"
+    elif search.refused:
+        what += f"the rules refuse all layouts, one of them as {search.refused.message}"
     else:
-        need = smallest.memory.total
-        what += f"nothing fits {gib(usable)} GiB of an {gpu}; the smallest layout needs {gib(need)} GiB a GPU"
+        what += "no layout divides the model, the batch and the sequence over so many"
     fixes = []
-    if gpus := fewest_gpus(case, fixed, node, usable, models):
+    if gpus := fewest_gpus(space, usable, models):
         fixes.append(f"--gpus {gpus}")
-    if length := longest_sequence(case, fixed, node, usable, models):
+    if length := longest_sequence(space, usable, models):
         fixes.append(f"--seq-length {length}")
-    return f"{what}. Fix: {', or '.join(fixes) or 'let more settings be searched'}"
+    return f"{what}. Fix: {', or '.join(fixes) or 'leave out settings, so that more is searched'}"
 
 
 def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float) -> None:

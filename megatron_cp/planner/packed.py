@@ -39,8 +39,8 @@ def packed_job(case: Case, lengths: Sequence[int]) -> Job:
 def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
     """Schedule the samples of a global batch and simulate the step.
 
-    The kinds of the step with full and even packs are kept; what the simulated step takes beyond them is
-    ``imbalance``: ranks that wait, padding, and packs that are not full.
+    Kinds of work have the shares that all samples together have of them; ``imbalance`` is the time that ranks wait
+    for others, or for the pipeline to fill.
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
@@ -60,17 +60,27 @@ def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
             sequence_parallel_size=width,
         )  # fmt: skip
     simulated = report("", found, array, cost, sync_ranks=min(layout.ep, ranks), pipeline_size=layout.pp)
-    even = time(job)
-    once = {kind: even.kinds[kind] for kind in _ONCE if kind in even.kinds and kind != "bubble"}
-    # The simulated step has the bubble; of the rest the shares of even packs' kinds, which are work that none of the
-    # ranks could be spared.
-    work = {kind: seconds for kind, seconds in even.kinds.items() if kind not in (*_ONCE, "exposed cp")}
+    once, work, flops = _parts(job, lengths, time)
     useful = simulated.useful * simulated.seconds / (sum(work.values()) or 1.0)
     kinds = {kind: useful * seconds for kind, seconds in work.items()}
     kinds["exposed cp"] = simulated.overhead * simulated.seconds
     kinds["imbalance"] = simulated.idle * simulated.seconds
-    flops = time(replace(job, lengths=tuple(lengths), global_batch_size=layout.dp)).model_flops / layout.dp
     return TimeEstimate(kinds | once, flops)
+
+
+def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:
+    """Return the step's time if all ranks had as much to do, and sent each other nothing of a sample."""
+    job = packed_job(case, lengths)
+    once, work, _ = _parts(job, lengths, time)
+    return sum(work.values()) / job.layout.dp + sum(once.values())
+
+
+def _parts(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, float], dict[str, float], float]:
+    """Seconds of a step's ends, those of the work of all samples on one replica, and the operations of the step."""
+    even, whole = time(job), time(replace(job, lengths=tuple(lengths), global_batch_size=job.layout.dp))
+    once = {kind: even.kinds[kind] for kind in _ONCE if kind in even.kinds and kind != "bubble"}
+    work = {kind: seconds for kind, seconds in whole.kinds.items() if kind not in (*_ONCE, "exposed cp", "host")}
+    return once | {"host": even.kinds.get("host", 0.0)}, work, whole.model_flops / job.layout.dp
 
 
 def prices(job: Job, limit: int, time: Time) -> CostModel:

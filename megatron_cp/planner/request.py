@@ -41,8 +41,8 @@ def amount(text: str) -> Amount:
     return Amount(int(number), unit.startswith("token") or (bool(found[2]) and not unit))
 
 
-def samples(batch: Amount, length: int) -> int:
-    """Return the samples of a global batch of samples of ``length`` tokens."""
+def samples(batch: Amount, length: float) -> int:
+    """Return the samples of a global batch of samples of ``length`` tokens on average."""
     return max(1, round(batch.number / length)) if batch.tokens else batch.number
 
 

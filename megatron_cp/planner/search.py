@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.attention.transports.registry import ALL_TO_ALL
+from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.job import Job, MemoryEstimate, TimeEstimate
-from megatron_cp.planner.packed import packed_job, packed_time
+from megatron_cp.planner.packed import least_seconds, packed_time
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
 from megatron_cp.rules.job import job_of
@@ -20,6 +21,7 @@ from megatron_cp.rules.remedies import Case
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
 _ATTENTION_RULES = "BCDE"  # sections that a group of attention's ranks decides by itself
 _MOST_SHOWN = 12  # layouts that do not fit
+_MOST_SIMULATED = 40  # layouts whose packs are scheduled, which takes a tenth of a second
 _MOST_CHECKED = 40  # further layouts that the rules are asked about
 _MOST_BASES = 100  # of which all that saves memory is estimated
 
@@ -94,7 +96,8 @@ class Search:
 
     def __init__(self, space: Space, capacity: float, models: Models) -> None:
         self._space, self._capacity, self._models = space, capacity, models
-        self._examined = 0
+        self._examined = self._simulated = 0
+        self.refused: Violation | None = None  # the last error of a layout
         self._usable: dict[tuple[Any, ...], bool] = {}
         self._count = itertools.count()
 
@@ -114,7 +117,7 @@ class Search:
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
         too_large: list[tuple[Settings, Settings | None]] = []
-        while queue and len(fitting) < count:
+        while queue and len(fitting) < count and not (fitting and self._simulated >= _MOST_SIMULATED):
             _, _, base, step, transport = heapq.heappop(queue)
             if base.division in fitting:
                 continue
@@ -163,10 +166,9 @@ class Search:
         """The time with memory enough, and with a transport that costs nothing and leaves attention whole."""
         whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
         if self._space.lengths is not None:
-            case = self._case(base.at(0) | whole)
-            time = self._models.time(packed_job(case, self._space.lengths))
-        else:
-            time = self._time(base.at(0) | whole)
+            self._examined += 1
+            return least_seconds(self._case(base.at(0) | whole), self._space.lengths, self._models.time)
+        time = self._time(base.at(0) | whole)
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def _first_that_fits(self, base: _Base) -> int | None:
@@ -201,13 +203,16 @@ class Search:
         self._examined += 1
         case, lengths = self._case(settings), self._space.lengths
         if lengths is not None:
+            self._simulated += 1
             return packed_time(case, lengths, self._models.time)
         job = job_of(case)
         assert job is not None
         return self._models.time(job)
 
     def _accepted(self, settings: Settings) -> bool:
-        return refusal(self._case(settings)) is None
+        refused = refusal(self._case(settings))
+        self.refused = refused or self.refused
+        return refused is None
 
     def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
         """Walk from the fastest to slower layouts, and keep those that need less memory than all before."""
