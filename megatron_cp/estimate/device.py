@@ -30,9 +30,10 @@ class Device:
     memory_bandwidth: bytes/s of kernels that only move data, and of what a matrix product reads and writes.
     kernel_seconds: time between two kernels on the GPU.
     launch_seconds: time the host needs for each kernel: the host sets the pace where kernels are shorter.
+    host_serial: share of the host's time in which the GPU waits, as where layers synchronize with it.
     step_seconds: time of a step that nothing else explains (data, gradient norm, logging).
     intra_bandwidth, inter_bandwidth: bytes/s of one GPU inside a node and to other nodes.
-    intra_latency, inter_latency: seconds of one message.
+    intra_latency, inter_latency: seconds of a message, and of a collective between two ranks; of n log2(n) times that.
     overlap: share of the communication of each group that computation may hide.
     """
 
@@ -49,9 +50,10 @@ class Device:
     score_bytes: float = 0.0
     kernel_seconds: float = 2e-6
     launch_seconds: float = 8e-6
+    host_serial: float = 0.3
     step_seconds: float = 5e-3
-    intra_latency: float = 5e-6
-    inter_latency: float = 15e-6
+    intra_latency: float = 18e-6
+    inter_latency: float = 30e-6
     overlap: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
 
     def matmul_rate(self, number_format: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +28,15 @@ class Work(NamedTuple):
         return sum(self[:-1])
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        return Work(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+        return Work(  # written out, because a search calls it most of the time
+            self.matmul + times * other.matmul,
+            self.attention + times * other.attention,
+            self.elementwise + times * other.elementwise,
+            self.tp + times * other.tp,
+            self.cp + times * other.cp,
+            self.ep + times * other.ep,
+            self.kernels + times * other.kernels,
+        )
 
 
 NOTHING = Work()
@@ -73,24 +82,25 @@ class Rank:
     def products(self, *shapes: tuple[float, float, float], count: float = 1, backward: bool = False) -> Work:
         """Matrix products of [m, k] by [k, n], each ``count`` times; with ``backward`` the two that follow from each.
 
-        Each takes its operations at the rate of large products, and its bytes at the rate of memory: a soft roofline.
-        Formats of less than 16 bits have to be made first.
+        A product takes its operations at the rate of large products and its bytes at the rate of memory, of which it
+        hides the shorter one, though not where both are as long. Formats of less than 16 bits have to be made first.
         """
         device, bits16 = self.device, self.gemm in ("bf16", "fp32")
         item = ITEM if bits16 else 1
-        flops = moved = cast = 0.0
+        rate, bandwidth = device.matmul_rate(self.gemm), device.memory_bandwidth
+        seconds = cast = 0.0
         for m, k, n in shapes:
-            flops += (2 if backward else 1) * 2 * m * k * n
-            if backward:  # the weight's gradient is added up in float32
-                moved += item * (2 * m * n + k * n + m * k) + ITEM * m * k + 8 * k * n
+            operations = 2 * m * k * n / rate
+            if backward:  # of the input, and of the weight, whose gradient is added up in float32
+                seconds += math.hypot(operations, (item * (m * n + k * n) + ITEM * m * k) / bandwidth)
+                seconds += math.hypot(operations, (item * (m * k + m * n) + 8 * k * n) / bandwidth)
             else:
-                moved += item * (m * k + k * n) + ITEM * m * n
+                seconds += math.hypot(operations, (item * (m * k + k * n) + ITEM * m * n) / bandwidth)
             if not bits16:
                 cast += 2 * ITEM * m * (n if backward else k)
         products = (2 if backward else 1) * len(shapes) * count
-        seconds = count * (flops / device.matmul_rate(self.gemm) + moved / device.memory_bandwidth)
         kernels = products * (1 if bits16 else 2)
-        return Work(seconds, 0.0, count * cast / device.memory_bandwidth, kernels=kernels)
+        return Work(count * seconds, 0.0, count * cast / bandwidth, kernels=kernels)
 
     def of_tensor_parallel(self, width: float, gathers: int) -> Work:
         """So many all-gathers and reduce-scatters of all tokens, ``width`` elements each."""

@@ -35,8 +35,14 @@ class Stage:
     def backward(self) -> Work:
         return self.passes.backward.plus(self.passes.again)
 
-    def seconds(self, launch: float) -> float:
-        return sum(max(each.seconds, each.kernels * launch) for each in (self.passes.forward, self.backward))
+    def seconds(self, device: Device) -> float:
+        """Of both passes of a microbatch: the GPU's, or the host's where that takes longer."""
+        return sum(_paced(each, device) for each in (self.passes.forward, self.backward))
+
+
+def _paced(work: Work, device: Device) -> float:
+    host = work.kernels * device.launch_seconds
+    return max(host, work.seconds + work.kernels * device.kernel_seconds + device.host_serial * host)
 
 
 def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) -> TimeEstimate:
@@ -48,8 +54,7 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
     links = Links(device, gpus_per_node or device.gpus_per_node)
     rank = _rank(job, device, links)
     stages = _stages(job, rank)
-    launch = device.launch_seconds + device.kernel_seconds
-    times = [stage.seconds(launch) for stage in stages]
+    times = [stage.seconds(device) for stage in stages]
     slowest = stages[times.index(max(times))]
     virtual = job.model.virtual_pipeline_model_parallel_size or 1
     forward, backward, again = slowest.passes.forward, slowest.passes.backward, slowest.passes.again

@@ -11,6 +11,7 @@ from megatron_cp.estimate.flops import head_dims
 from megatron_cp.estimate.rank import ITEM, NOTHING, Passes, Rank, Work
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
+EXPERT_KERNELS = 200  # that routing, sorting and its bookkeeping launch in a layer and pass
 MERGED = 12  # bytes moved for each element of attention's output where a ring step's result is merged
 
 
@@ -57,7 +58,7 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
         up = []
         shapes = [(tokens, float(hidden), heads * qk + groups * (qk + v)), (tokens, heads * v, float(hidden))]
     rotated = Work(elementwise=rank.moved(2 * tokens * (heads + groups) * qk), kernels=2)
-    core, core_back = (_core(model, rank, heads, groups, back) for back in (False, True))
+    core, core_back = (attention_core(model, rank, heads, groups, back) for back in (False, True))
     forward = rank.products(*shapes).plus(rotated).plus(core).plus(_around(model, rank, False))
     backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
@@ -65,7 +66,7 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))
 
 
-def _core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
+def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
     """Attention itself, and what context parallel ranks exchange for it."""
     device, (qk, v) = rank.device, head_dims(model)
     per_pair = 2 * (qk + v) * heads * (2.5 if backward else 1)
@@ -119,6 +120,8 @@ def _exchanged(
 def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool) -> Work:
     """The activation function of so many elements, with its gate."""
     each = (5 if backward else 3) if model.gated_linear_unit else (3 if backward else 2)
+    if model.activation_func_clamp_value is not None or model.glu_linear_offset:
+        each *= 4  # no kernel fuses these
     return Work(elementwise=rank.moved(each * elements), kernels=1)
 
 
@@ -155,7 +158,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
     passes, active = [], []
     for back in (False, True):
-        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=20)
+        sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=EXPERT_KERNELS)
         chosen = rank.products((rank.tokens / rank.split, float(model.hidden_size), float(experts)), backward=back)
         each = rank.products(*shapes, count=local, backward=back)
         grouped = each._replace(kernels=4 if local > 1 else each.kernels)  # one kernel for all local experts
@@ -199,9 +202,9 @@ def loss_work(model: ModelConfig, rank: Rank, rows: float) -> Passes:
     """The output layer, always in 16 bits, and the loss over ``rows`` of vocabulary on a tensor parallel rank."""
     own = replace(rank, gemm="bf16" if rank.gemm != "fp32" else "fp32")
     shape = (rank.tokens, float(model.hidden_size), rows / rank.tp)
-    passes = []
+    passes, each = [], 12 if model.cross_entropy_loss_fusion is False else 3  # reads and writes of each logit
     for back in (False, True):
-        loss = Work(elementwise=rank.moved(3 * rank.tokens * rows / rank.tp), kernels=8)
+        loss = Work(elementwise=rank.moved(each * rank.tokens * rows / rank.tp), kernels=8)
         whole = own.products(shape, backward=back).plus(loss)
         passes.append(whole.plus(rank.of_tensor_parallel(model.hidden_size, 1 if not back else 2)))
     return Passes(passes[0], passes[1], weights=shape[1] * shape[2])

@@ -1,0 +1,486 @@
+"""Rows of published measurements as jobs: shapes, conventions and defaults of each source. Needs no torch.
+
+A row's blank cells are filled with what its source's recipes use; ``Refused`` says what is missing where that is not
+known. The columns are those of ``benchmarks/measurements/published.csv``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.common.yaml_files import read_yaml
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
+from megatron_cp.config.sections.optimization import OptimizerConfig
+from megatron_cp.estimate.device import Device, device_names, load_device
+from megatron_cp.estimate.flops import training_flops
+from megatron_cp.estimate.job import Gemm, Job
+from megatron_cp.parallel.layout import RankLayout
+
+Row = Mapping[str, str]
+
+_LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def _experts(count: int, topk: int, width: int, **further: Any) -> dict[str, Any]:
+    return {"num_moe_experts": count, "moe_router_topk": topk, "moe_ffn_hidden_size": width, **further}
+
+
+def _shape(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, **further: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_query_groups": kv,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        **further,
+    }
+
+
+_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+# Shapes that columns cannot tell, or that rows leave blank, by the beginning of a model's name.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama2-7b": _shape(4096, 32, 32, 32, 11008, 32000),
+    "llama2-13b": _shape(5120, 40, 40, 40, 13824, 32000),
+    "llama2-70b": _shape(8192, 80, 64, 8, 28672, 32000),
+    "llama3-8b": _shape(4096, 32, 32, 8, 14336, 128256),
+    "llama3.1-8b": _shape(4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": _shape(8192, 80, 64, 8, 28672, 128256),
+    "llama3.1-70b": _shape(8192, 80, 64, 8, 28672, 128256),
+    "llama3.1-405b": _shape(16384, 126, 128, 8, 53248, 128256),
+    "llama3-405b": _shape(16384, 126, 128, 8, 53248, 128256),
+    "qwen3-8b": _shape(4096, 36, 32, 8, 12288, 151936, kv_channels=128),
+    "qwen3-32b": _shape(5120, 64, 64, 8, 25600, 151936, kv_channels=128),
+    "qwen3-30b-a3b": _shape(2048, 48, 32, 4, 6144, 151936, kv_channels=128, **_experts(128, 8, 768)),
+    "qwen3-235b-a22b": _shape(4096, 94, 64, 4, 12288, 151936, kv_channels=128, **_experts(128, 8, 1536)),
+    "mixtral-8x7b": _shape(4096, 32, 32, 8, 14336, 32000, **_experts(8, 2, 14336)),
+    "mixtral-8x22b": _shape(6144, 56, 48, 8, 16384, 32000, **_experts(8, 2, 16384)),
+    "gpt-oss-120b": _shape(
+        2880,
+        36,
+        64,
+        8,
+        2880,
+        201088,
+        kv_channels=64,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        window_size=[127, 0],
+        window_attn_skip_freq=2,
+        **_experts(128, 4, 2880),
+    ),
+    "gpt-oss-20b": _shape(
+        2880,
+        24,
+        64,
+        8,
+        2880,
+        201088,
+        kv_channels=64,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        window_size=[127, 0],
+        window_attn_skip_freq=2,
+        **_experts(32, 4, 2880),
+    ),
+    "deepseek-v3": _shape(
+        7168,
+        61,
+        128,
+        128,
+        18432,
+        129280,
+        **_LATENT,
+        **_experts(256, 8, 2048, moe_shared_expert_intermediate_size=2048, moe_layer_freq=[0] * 3 + [1] * 58),
+    ),
+    "deepseek-v2-lite": _shape(
+        2048,
+        27,
+        16,
+        16,
+        10944,
+        102400,
+        **{**_LATENT, "q_lora_rank": None},
+        **_experts(64, 6, 1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=[0] + [1] * 26),
+    ),
+    "deepseek-v2": _shape(
+        5120,
+        60,
+        128,
+        128,
+        12288,
+        102400,
+        **_LATENT,
+        **_experts(160, 6, 1536, moe_shared_expert_intermediate_size=3072, moe_layer_freq=[0] + [1] * 59),
+    ),
+    "kimi-k2": _shape(
+        7168,
+        61,
+        64,
+        64,
+        18432,
+        163840,
+        **_LATENT,
+        **_experts(384, 8, 2048, moe_shared_expert_intermediate_size=2048, moe_layer_freq=[0] + [1] * 60),
+    ),
+    "nemotron-3-nano": _shape(
+        2688,
+        52,
+        32,
+        2,
+        1856,
+        131072,
+        kv_channels=128,
+        architecture="hybrid",
+        hybrid_layer_pattern=_NANO,
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=8,
+        gated_linear_unit=False,
+        **_experts(128, 6, 1856, moe_shared_expert_intermediate_size=3712),
+    ),
+}
+UNGATED = ("gpt3", "gpt-", "megatron-", "mt-nlg", "nemotron")  # models whose MLPs have two matrices; not gpt-oss
+
+
+class Refused(Exception):
+    """A row that cannot be predicted, and why."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a source's program trains, where its rows do not say.
+
+    whole_attention: its FLOP formula counts all pairs of a sample, not those of a causal mask.
+    recomputed: it counts what full recomputation repeats. tp_overlap: share of tensor parallel messages hidden.
+    attention: speed of its attention kernels to those of the device's file. unfused: no flash attention.
+    clock: speed of its GPUs' matrix products to those of the device's file. memory: of kernels that only move data.
+    host: speed of its host to that of the device's file. host_serial: see Device.
+    ep_overlap: share of expert parallel messages hidden. interleaves: blank vpp means as many virtual stages as fit.
+    whole_batches: mbs is a replica's batch of a step, which a pipeline takes a sample at a time.
+    """
+
+    sequence_parallel: bool = True
+    whole_attention: bool = False
+    recomputed: bool = False
+    recompute: str = ""
+    tp_overlap: float = 0.0
+    attention: float = 1.0
+    unfused: bool = False
+    clock: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+    host_serial: float = 0.3
+    ep_overlap: float = 0.0
+    interleaves: bool = False
+    transport: str = "p2p"
+    whole_batches: bool = False
+    distributed_optimizer: bool = True
+    overlap: bool = True
+    fp32_gradients: bool = False
+
+
+def load_stacks() -> dict[str, Stack]:
+    """The programs of ``measurements/programs.yaml``, by name."""
+    return {name: Stack(**fields) for name, fields in read_yaml(PROGRAMS).items()}
+
+
+PROGRAMS = Path(__file__).parent / "measurements" / "programs.yaml"
+STACKS = load_stacks()
+# Whose rows they are: a part of the source's name, the beginning of the GPU's, and the program; the first that fits.
+SOURCES = (
+    ("performance-summary-archive", "", "bridge"),
+    ("Megatron-Bridge", "", "bridge"),
+    ("NVIDIA/NeMo", "h", "nemo_2024"),
+    ("NVIDIA/NeMo", "", "nemo"),
+    ("torchtitan", "", "torchtitan"),
+    ("2205.05198", "", "megatron_2022"),
+    ("vTrain", "", "megatron_deepspeed"),
+    ("megatron_moe_benchmark", "", "megatron"),
+    ("xtuner", "", "xtuner"),
+    ("model_table", "", "megatron_table"),
+    ("CP_results", "", "megatron_2024"),
+)
+
+
+def program_of(row: Row) -> str:
+    source, gpu = row.get("source") or "", (row.get("gpu_type") or "").lower()
+    return next((name for part, kind, name in SOURCES if part in source and gpu.startswith(kind)), "megatron")
+
+
+def stack_of(row: Row) -> Stack:
+    return STACKS[program_of(row)]
+
+
+def number(row: Row, column: str, default: int | None = None) -> int:
+    """A cell as a whole number; blank cells are the default's, or refused."""
+    text = (row.get(column) or "").strip()
+    if not text:
+        if default is None:
+            raise Refused(f"{column} not stated")
+        return default
+    try:
+        value = int(float(text))
+    except (ValueError, OverflowError):
+        raise Refused(f"{column}={text!r} is no number") from None
+    if value < 1:
+        raise Refused(f"{column}={text!r} is less than 1")
+    return value
+
+
+def gemm_of(row: Row, device: Device) -> Gemm:
+    text = (row.get("precision") or "").lower()
+    note = row.get("note") or ""
+    if "fp4" in text:
+        found: Gemm = "nvfp4"
+    elif "mx" in text or (text.startswith("per-tensor") and "variant 2" in note):
+        found = "mxfp8"  # the second value of a cell is of MXFP8, whose heading names both
+    elif "rowwise" in text:
+        found = "bf16"  # torchao's product with a scale a row is no faster than 16 bits
+    elif "8" in text or "per-tensor" in text:
+        found = "fp8"
+    elif "recipe" in note and "fp8mx" in note:
+        found = "mxfp8"
+    elif "32" in text and "tf" not in text:
+        found = "fp32"
+    else:
+        found = "bf16"
+    return "fp8" if found == "mxfp8" and "mxfp8" not in device.matmul_flops and "fp8" in device.matmul_flops else found
+
+
+def device_of(row: Row, stack: Stack) -> Device:
+    text = (row.get("gpu_type") or "").lower()
+    name = next((each for each in sorted(device_names(), key=len, reverse=True) if each in text), None)
+    if name is None:
+        if "CP_results" not in row["source"]:
+            raise Refused(f"gpu_type={row.get('gpu_type') or ''!r} is unknown")
+        name = "h100"
+    return adapted(load_device(name), stack)
+
+
+def adapted(device: Device, stack: Stack) -> Device:
+    """A device under a source's program."""
+    forward, backward = device.attention_flops
+    changed = replace(
+        device,
+        attention_flops=(forward * stack.attention, backward * stack.attention),
+        matmul_efficiency={key: each * stack.clock for key, each in device.matmul_efficiency.items()},
+        memory_bandwidth=device.memory_bandwidth * stack.memory,
+        launch_seconds=device.launch_seconds / stack.host,
+        host_serial=stack.host_serial,
+        overlap={**device.overlap, "tp": stack.tp_overlap, "ep": stack.ep_overlap},
+    )
+    if not stack.unfused:
+        return changed
+    rate = device.matmul_rate("bf16") / 2  # products of a head's few channels
+    return replace(changed, attention_flops=(rate, rate), attention_half=0.0, score_bytes=UNFUSED_BYTES)
+
+
+UNFUSED_LAUNCHES = 1.35  # Megatron's fused softmax of 2022 takes heads and samples in fours
+DROPPED_LAUNCHES = 0.4  # experts of a fixed capacity: the host need not wait for what the router chose
+UNFUSED_BYTES = 12.0  # a score is written, scaled and masked, normalized, dropped and read again in 16 bits
+
+
+def shape_of(row: Row) -> dict[str, Any]:
+    name = re.sub(r"[_ ]", "-", (row.get("model") or "").strip().lower())
+    known = next((dict(shape) for key, shape in sorted(MODELS.items(), reverse=True) if name.startswith(key)), {})
+    columns = {
+        "hidden": "hidden_size",
+        "layers": "num_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_query_groups",
+        "vocab": "vocab_size",
+    }
+    for column, field in columns.items():
+        if (row.get(column) or "").strip():
+            known[field] = number(row, column)
+    if (row.get("ffn") or "").strip() and "num_moe_experts" not in known:
+        known["ffn_hidden_size"] = number(row, "ffn")
+    missing = [
+        column for column, field in columns.items() if field not in known and column not in ("kv_heads", "vocab")
+    ]
+    if missing:
+        raise Refused(f"shape not stated ({', '.join(missing)})")
+    if ("moe" in name or re.search(r"-a\d+b|\dx\d+b", name)) and "num_moe_experts" not in known:
+        raise Refused("experts not stated")
+    known.setdefault(
+        "num_query_groups", known["num_attention_heads"] if "gqa" not in (row.get("precision") or "").lower() else 8
+    )
+    known.setdefault("vocab_size", 51200)
+    known.setdefault("ffn_hidden_size", 4 * known["hidden_size"])
+    if name.startswith(UNGATED) and not name.startswith("gpt-oss"):
+        known["gated_linear_unit"] = False
+    return known
+
+
+def recompute_of(text: str) -> dict[str, Any]:
+    text = text.strip().lower()
+    if text in ("", "none", "no"):
+        return {}
+    if text.startswith("full"):
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    names = {"up_proj": "mla_up_proj", "norm": "layernorm", "ln": "layernorm"}
+    known = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts")
+    modules = [names.get(each, each) for each in re.split(r"[,+ ]+", text)]
+    chosen = [each for each in modules if each in known] or ["core_attn"]
+    return {"recompute_granularity": "selective", "recompute_modules": chosen}
+
+
+def job_of(row: Row) -> tuple[Job, Device]:
+    """The job of a row, and the device it ran on. Raises Refused."""
+    stack = stack_of(row)
+    note, metric = (row.get("note") or "").lower(), row.get("metric") or ""
+    for word, reason in {
+        "lora": "trains adapters only",
+        "peft": "trains adapters only",
+        "layout not published": "layout not published",
+    }.items():
+        if word in note:
+            raise Refused(reason)
+    device = device_of(row, stack)
+    shape = shape_of(row)
+    figure = "speedup" in metric
+    sizes = {
+        name: number(row, name, 1 if name in ("cp", "pp", "ep") or figure else None)
+        for name in ("tp", "cp", "pp", "ep")
+    }
+    if "num_moe_experts" in shape and not (row.get("ep") or "").strip():
+        raise Refused("ep not stated")
+    if "num_moe_experts" not in shape:
+        sizes["ep"] = 1
+    ranks = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    gpus = number(row, "gpus", ranks * number(row, "dp", 1))
+    if gpus % ranks:
+        raise Refused(f"tp * cp * pp = {ranks} does not divide {gpus} GPUs")
+    if gpus % (sizes["ep"] * sizes["pp"]):
+        raise Refused(f"ep * pp = {sizes['ep'] * sizes['pp']} does not divide {gpus} GPUs")
+    replicas = gpus // ranks
+    virtual = number(row, "vpp", _interleaved(shape["num_layers"], sizes["pp"]) if stack.interleaves else 1)
+    if "num_moe_experts" in shape and number(row, "seq_len") <= 4096:
+        number(row, "mbs")  # experts' speed depends on it most; long samples go one by one
+    if "sft" in note:
+        number(row, "gbs")  # without it, nothing tells how long and how many its documents are
+    mbs = number(row, "mbs", 1)
+    gbs = number(row, "gbs", mbs * replicas * (1 if stack.whole_batches else 8 * sizes["pp"] if sizes["pp"] > 1 else 4))
+    if stack.whole_batches:
+        if sizes["pp"] > 1:
+            mbs = 1  # the local batch goes through the pipeline a sample at a time
+        if "interleaved" in note:
+            virtual = 2
+    if "model_table" in row["source"]:
+        mbs = 2
+    sp = stack.sequence_parallel and sizes["tp"] > 1
+    recompute = (row.get("recompute") or "").strip()
+    if "2205.05198" in row["source"]:
+        sp = sp and "sp" in recompute.lower()
+    if (
+        shape.get("architecture") != "hybrid"
+        and sizes["pp"] > 1
+        and virtual > 1
+        and shape["num_layers"] % (sizes["pp"] * virtual)
+    ):
+        missing = -shape["num_layers"] % (sizes["pp"] * virtual)
+        shape["account_for_embedding_in_pipeline_split"] = missing in (1, 2)
+        shape["account_for_loss_in_pipeline_split"] = missing == 2
+    if "deepseek" in shape_name(row) and "w/o mtp" not in note:
+        shape["mtp_num_layers"] = 1
+    transport, levels = transport_of(row, sizes["cp"], shape, sizes["tp"], stack.transport)
+    model = ModelConfig(
+        seq_length=number(row, "seq_len"),
+        tensor_model_parallel_size=sizes["tp"],
+        context_parallel_size=sizes["cp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 and sizes["pp"] > 1 else None,
+        expert_model_parallel_size=sizes["ep"],
+        expert_tensor_parallel_size=1,
+        sequence_parallel=sp,
+        cross_entropy_loss_fusion=not stack.unfused,
+        cp_comm_type=transport,
+        hierarchical_context_parallel_sizes=levels,
+        **shape,
+        **recompute_of(recompute or stack.recompute),
+    )
+    try:
+        layout = RankLayout(
+            gpus,
+            tp=sizes["tp"],
+            cp=sizes["cp"],
+            pp=sizes["pp"],
+            ep=sizes["ep"],
+            hierarchical=tuple(levels) if levels else None,
+        )
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    overlap = stack.overlap and replicas * sizes["cp"] > 1
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap, overlap_param_gather=overlap, grad_reduce_in_fp32=stack.fp32_gradients
+    )
+    if stack.unfused and shape["num_attention_heads"] // sizes["tp"] * mbs % 4:
+        device = replace(device, launch_seconds=device.launch_seconds * UNFUSED_LAUNCHES)
+    if "tokendrop" in note:
+        device = replace(device, launch_seconds=device.launch_seconds * DROPPED_LAUNCHES)
+    optimizer = OptimizerConfig(use_distributed_optimizer=stack.distributed_optimizer)
+    return Job(model, optimizer, ddp, layout, mbs, gbs, shape["vocab_size"], gemm_of(row, device)), device
+
+
+def _interleaved(layers: int, stages: int) -> int:
+    """Virtual stages where a source says nothing: the most, up to eight, that divide a stage's layers."""
+    each = -(-layers // stages)
+    return max(size for size in range(1, 9) if each % size == 0) if stages > 1 else 1
+
+
+def shape_name(row: Row) -> str:
+    return (row.get("model") or "").lower()
+
+
+def transport_of(
+    row: Row, cp: int, shape: Mapping[str, Any], tp: int, default: str = "p2p"
+) -> tuple[str, list[int] | None]:
+    """A row's transport and its levels; latent attention, whose keys and values are many, exchanges heads."""
+    if cp == 1:
+        return "p2p", None
+    latent = shape.get("multi_latent_attention")
+    text = (row.get("cp_comm_type") or "").strip().lower() or ("a2a" if latent else default)
+    if text in ("p2p", "all_gather", "a2a"):
+        if text == "a2a" and (shape["num_attention_heads"] // tp) % cp:
+            return "a2a+p2p", _levels(shape["num_attention_heads"] // tp, cp)
+        return text, None
+    if text in ("usp", "a2a+p2p", "hierarchical"):
+        return "a2a+p2p", _levels(8, cp)
+    raise Refused(f"cp_comm_type={text} is no transport here")
+
+
+def _levels(heads: int, cp: int) -> list[int]:
+    inner = next(size for size in range(min(heads, cp, 8), 0, -1) if heads % size == 0 and cp % size == 0)
+    return [inner, cp // inner]
+
+
+def flops_of_source(row: Row, job: Job) -> float:
+    """Operations of a step by the formula of the row's source."""
+    stack, model = stack_of(row), job.model
+    counted = model
+    if stack.whole_attention:
+        counted = replace(counted, attention_mask_type="no_mask", window_size=None)
+    if "gpt-oss" in shape_name(row):  # its formula counts neither windows nor gates
+        counted = replace(counted, window_size=None, gated_linear_unit=False)
+    lengths = [model.seq_length or 1]
+    flops = training_flops(counted, job.vocab_size, lengths)
+    if "finetune" in (row.get("note") or ""):  # six operations a parameter, none for attention
+        whole = training_flops(replace(model, attention_mask_type="no_mask"), job.vocab_size, lengths)
+        flops = 2 * training_flops(model, job.vocab_size, lengths) - whole
+    if stack.recomputed and model.recompute_granularity == "full":
+        flops *= 4 / 3
+    return flops * job.microbatches * job.micro_batch_size * job.layout.dp

@@ -1,0 +1,191 @@
+"""Properties that any estimate of a step's time has, and values that follow by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_cp.attention.transports.registry import TRANSPORTS
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
+from megatron_cp.config.sections.optimization import OptimizerConfig
+from megatron_cp.estimate.device import Device, load_device
+from megatron_cp.estimate.fit import fit_device, scaled
+from megatron_cp.estimate.job import Job, TimeEstimate
+from megatron_cp.estimate.links import Links
+from megatron_cp.estimate.time import time_estimate
+from megatron_cp.parallel.layout import RankLayout
+
+H100 = load_device("h100")
+EXPERTS = {"num_moe_experts": 16, "moe_router_topk": 2, "moe_ffn_hidden_size": 1024}
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256}
+HYBRID = {"architecture": "hybrid", "hybrid_layer_pattern": "M*-M*-M-", "num_layers": 8}
+
+
+def job(world: int = 8, batch: int = 32, gemm: Any = "bf16", layout: dict[str, Any] | None = None, **model: Any) -> Job:
+    sizes = layout or {}
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
+    settings: dict[str, Any] = {
+        "num_layers": 8,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14336,
+        "seq_length": 8192,
+        "sequence_parallel": sizes.get("tp", 1) > 1,
+        "expert_tensor_parallel_size": 1,
+        **{names[name]: size for name, size in sizes.items() if name in names},
+        **model,
+    }
+    config = ModelConfig(**settings)
+    return Job(
+        config, OptimizerConfig(), DistributedDataParallelConfig(), RankLayout(world, **sizes), 1, batch, 32000, gemm
+    )
+
+
+def seconds(asked: Job, device: Device = H100, per_node: int | None = None) -> float:
+    return time_estimate(asked, device, per_node).seconds
+
+
+def of_kind(asked: Job, kind: str) -> float:
+    return time_estimate(asked, H100).kinds[kind]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS, LATENT, HYBRID], ids=["dense", "experts", "latent", "hybrid"])
+@pytest.mark.parametrize("sizes", [{}, {"tp": 4}, {"cp": 4}, {"pp": 2}, {"tp": 2, "cp": 2, "pp": 2}], ids=str)
+def test_kinds_are_the_documented_ones_and_add_up(model: dict[str, Any], sizes: dict[str, int]) -> None:
+    if model is EXPERTS:
+        sizes = {**sizes, "ep": 2}
+    if model is HYBRID and "pp" in sizes:
+        model = {**HYBRID, "hybrid_layer_pattern": "M*-M|*-M-"}
+    found = time_estimate(job(layout=sizes, **model), H100)
+    assert set(found.kinds) == {
+        *("matrix products", "attention", "elementwise", "recomputation", "bubble", "optimizer", "host"),
+        *(f"exposed {group}" for group in ("tp", "cp", "ep", "dp", "pp")),
+    }
+    assert all(value >= 0 for value in found.kinds.values())
+    assert found.seconds == pytest.approx(sum(found.kinds.values()))
+    assert isinstance(found, TimeEstimate) and found.model_flops > 0
+
+
+def test_a_dense_step_takes_its_operations_at_the_devices_rate() -> None:
+    """Without messages, a bubble or a host the step is operations over rates and bytes over bandwidth."""
+    ideal = replace(H100, memory_bandwidth=1e30, launch_seconds=0, kernel_seconds=0, step_seconds=0, attention_half=0)
+    asked = job(world=1, batch=4)
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    products = 4 * 8192 * 6 * (8 * layer + 4096 * 32000)
+    pairs = 4 * 8 * 32 * 8192 * 8193 / 2 * 4 * 128
+    expected = products / H100.matmul_rate("bf16")
+    expected += pairs / ideal.attention_flops[0] + 2.5 * pairs / ideal.attention_flops[1]
+    assert seconds(asked, ideal) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (job(), job(seq_length=16384)),
+        (job(), job(num_layers=16)),
+        (job(), job(batch=64)),
+        (job(gemm="fp8"), job()),
+        (job(), job(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+        (job(recompute_granularity="selective"), job(recompute_granularity="full")),
+        (job(layout={"pp": 4}, virtual_pipeline_model_parallel_size=2), job(layout={"pp": 4})),
+        (job(window_size=[1023, 0]), job()),
+        (job(batch=64, layout={"pp": 2}, world=16), job(batch=64, layout={"pp": 2})),
+    ],
+    ids=["length", "layers", "batch", "format", "recomputed", "more recomputed", "interleaved", "window", "GPUs"],
+)
+def test_more_work_takes_longer(less: Job, more: Job) -> None:
+    assert seconds(less) < seconds(more)
+
+
+def test_block_recomputation_repeats_its_layers_only() -> None:
+    whole, half = (
+        of_kind(job(recompute_granularity="full", recompute_method="block", recompute_num_layers=n), "recomputation")
+        for n in (8, 4)
+    )
+    assert half == pytest.approx(whole / 2)
+
+
+def test_bubble_shrinks_with_microbatches_and_virtual_stages() -> None:
+    def share(batch: int, virtual: int | None = None) -> float:
+        found = time_estimate(job(batch=batch, layout={"pp": 4}, virtual_pipeline_model_parallel_size=virtual), H100)
+        return found.kinds["bubble"] / found.seconds
+
+    assert share(64) < share(16)
+    assert share(16, 2) < share(16)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_context_parallel_messages_take_longer_across_nodes(transport: str) -> None:
+    levels = {"hierarchical": (2, 4)} if TRANSPORTS[transport].hierarchical else {}
+    sizes = {"cp": 8, **levels}
+    asked = job(layout=sizes, cp_comm_type=transport, hierarchical_context_parallel_sizes=[2, 4] if levels else None)
+    slow = replace(H100, overlap={**H100.overlap, "cp": 0.0})
+    inside, across = (time_estimate(asked, slow, per_node).kinds["exposed cp"] for per_node in (8, 2))
+    assert 0 < inside < across
+
+
+def test_a_ring_hides_behind_attention_and_an_all_to_all_does_not() -> None:
+    long = {"layout": {"cp": 8}, "seq_length": 262144, "batch": 2}
+    assert of_kind(job(**long, cp_comm_type="p2p"), "exposed cp") < of_kind(
+        job(**long, cp_comm_type="a2a"), "exposed cp"
+    )
+
+
+def test_gradients_hide_behind_the_last_backward_pass() -> None:
+    exposed = job()
+    hidden = replace(exposed, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True))
+    assert of_kind(hidden, "exposed dp") < of_kind(exposed, "exposed dp")
+
+
+def test_the_distributed_optimizer_divides_its_work() -> None:
+    shared = job()
+    whole = replace(shared, optimizer=OptimizerConfig(use_distributed_optimizer=False))
+    assert of_kind(shared, "optimizer") < of_kind(whole, "optimizer")
+
+
+def test_short_kernels_wait_for_the_host() -> None:
+    tiny = job(world=1, batch=32, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, seq_length=64)
+    slower = replace(H100, launch_seconds=2 * H100.launch_seconds)
+    assert seconds(tiny, slower) > 1.5 * seconds(tiny)
+    big = job(world=1, batch=1)
+    assert seconds(big, slower) < 1.1 * seconds(big)
+
+
+def test_layers_that_do_not_divide_are_spread() -> None:
+    odd = job(num_layers=9, layout={"pp": 4})
+    assert seconds(job(num_layers=8, layout={"pp": 4})) < seconds(odd) < seconds(job(num_layers=12, layout={"pp": 4}))
+
+
+def test_groups_that_leave_the_node_share_its_network_cards() -> None:
+    links = Links(H100, 8)
+    alone, four = links.gather(16, 8, 1e9), links.gather(16, 2, 1e9)
+    assert alone == pytest.approx(1e9 * 15 / 16 / H100.inter_bandwidth + 4 * H100.inter_latency)
+    assert four == pytest.approx(1e9 * 15 / 16 / (4 * H100.inter_bandwidth) + 4 * H100.inter_latency)
+    assert links.gather(1, 1, 1e9) == links.exchange(1, 1, 1e9) == links.hop(1, 1, 1e9) == 0
+
+
+def test_a_fit_finds_the_speeds_of_a_device() -> None:
+    """Also with a run whose time is wrong."""
+    true = scaled(H100, [0.8, 1.2, 0.7, 1.0, 1.0, 1.0])
+    jobs = [
+        job(),
+        job(seq_length=32768),
+        job(layout={"tp": 4}),
+        job(num_layers=16),
+        job(hidden_size=2048),
+        job(batch=64),
+    ]
+    measured = [seconds(asked, true) for asked in jobs]
+    found = fit_device(H100, jobs, [*measured[:-1], 2 * measured[-1]]).device
+    asked = job(num_layers=24, seq_length=16384)
+    assert seconds(asked, found) == pytest.approx(seconds(asked, true), rel=0.05)
+    assert fit_device(H100, jobs, measured).mean_error < 0.02
