@@ -22,6 +22,7 @@ class Job:
     vocab_size: rows of the output layer, before padding to tensor parallel ranks.
     gemm: number format of matrix products.
     lengths: documents of a typical packed microbatch (tokens), for packed data; None for samples of one length.
+    expert_load: tokens of the rank whose experts get most, divided by the mean of all ranks.
     """
 
     model: ModelConfig
@@ -33,6 +34,7 @@ class Job:
     vocab_size: int
     gemm: Gemm = "bf16"
     lengths: tuple[int, ...] | None = None
+    expert_load: float = 1.0
 
     @property
     def microbatches(self) -> int:

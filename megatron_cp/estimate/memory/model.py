@@ -2,107 +2,122 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
-from megatron_cp.estimate.memory.activations import kept_by_layer
-from megatron_cp.estimate.memory.parameters import (
-    ALIGNMENT,
-    Parameter,
-    embedding_parameters,
-    ending_parameters,
-    layer_parameters,
-)
+from megatron_cp.estimate.memory.local_layers import residual
+from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_cost, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.platform import GPU, Platform
 from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
+from megatron_cp.estimate.memory.states import state_bytes
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
 
-CONTEXT = 1.0 * 2**30  # of CUDA, its libraries and NCCL, outside of PyTorch's allocator
-WASTE = 0.04  # share of activations that PyTorch's allocator cannot use
+Kinds = defaultdict[str, float]  # bytes by kind
+
+BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
 
 
-def memory_estimate(job: Job) -> MemoryEstimate:
-    """The pipeline stage whose GPUs need most memory, and what they need, by kind."""
-    stages = chunks_of_stages(job.model)
-    asked = {0, len(stages) - 1} if job.model.pipeline_model_parallel_size > 1 else {0}
-    if job.model.architecture == "hybrid" or job.model.num_moe_experts is not None:
-        asked = set(range(len(stages)))
-    elif len(stages) > 2:
-        asked.add(1)  # without the embedding
-    return max((_stage(job, stage, stages[stage]) for stage in sorted(asked)), key=lambda found: found.total)
+def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
+    """What the GPUs of the pipeline stage that needs most need, by kind."""
+    return max(stage_estimates(job, where), key=lambda found: found.total)
 
 
-def _stage(job: Job, stage: int, chunks: list[Chunk]) -> MemoryEstimate:
-    kinds = Counter(_states(job, stage, chunks))
-    activations = _activations(job, stage, chunks)
-    kinds.update(activations)
-    kinds["allocator"] = CONTEXT + WASTE * sum(activations.values())
+def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
+    """Of each pipeline stage that may need most: stages of the same layers need less the later they come."""
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    seen, stages = set(), chunks_of_stages(job.model)
+    for stage, chunks in enumerate(stages):
+        ends = stage == 0, stage == len(stages) - 1
+        if (kind := (*ends, *chunks)) not in seen:
+            seen.add(kind)
+            yield _stage(job, where, settings, stage, chunks)
+
+
+def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
+    """Of one pipeline stage."""
+    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
+
+
+def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunks: Sequence[Chunk]) -> MemoryEstimate:
+    model, tokens = job.model, job.tokens_per_rank
+    last = stage == model.pipeline_model_parallel_size - 1
+    under_way = microbatches_under_way(model, stage, job.microbatches)
+    costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
+    if stage == 0 and model.hidden_dropout:
+        costs[0] = [embedding_cost(settings), *costs[0]]
+    if last:
+        rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
+        chunk = model.cross_entropy_chunk_size
+        costs[-1] = [*costs[-1], ending_cost(settings, rows, chunk if chunk and chunk < tokens else None)]
+    kept: Kinds = defaultdict(float)
+    for parts, microbatches in zip(costs, under_way, strict=True):
+        for part in parts:
+            for kind, size in part.kept.items():
+                kept[kind] += size * microbatches * tokens
+    kinds = _at_the_peak(kept, costs[-1], tokens)
+    stream = tokens * residual(model, settings.item)
+    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
+    if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
+        kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
+    if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
+        kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    activations = sum(kinds.values())
+    kinds["buffers"] += BATCH * tokens * job.microbatches
+    kinds.update(state_bytes(job, stage, chunks, where.te_layers))
+    if where.context or where.waste:
+        kinds["allocator"] = where.context + where.waste * activations
     return MemoryEstimate(dict(kinds), stage)
 
 
-def _states(job: Job, stage: int, chunks: list[Chunk]) -> dict[str, float]:
-    """Weights, gradients and optimizer."""
-    model, layout = job.model, job.layout
-    rows = padded_vocab_size(model, job.vocab_size)
-    last = model.pipeline_model_parallel_size - 1
-    counts = Counter(parts for chunk in chunks for parts in chunk)
-    dense = expert = 0
-    groups: list[tuple[int, Iterable[Parameter]]] = [
-        (count, layer_parameters(model, parts)) for parts, count in counts.items()
-    ]
-    if stage == 0:
-        groups.append((1, embedding_parameters(model, rows)))
-    if stage == last:
-        groups.append((1, ending_parameters(model, rows, first=stage == 0)))
-    for count, parameters in groups:
-        for each in parameters:
-            elements = count * each.count * -(-each.elements // ALIGNMENT) * ALIGNMENT
-            if each.expert:
-                expert += elements
-            else:
-                dense += elements
-    item = 4 if job.gemm == "fp32" else 2
-    shares, expert_shares = 1, 1
-    if job.optimizer.use_distributed_optimizer:
-        shares = layout.dp * layout.cp
-        expert_shares = max(1, layout.world_size // layout.expert_model_size)
-    sharded = dense / shares + expert / expert_shares
-    state = {"adam": 8, "sgd": 4 if job.optimizer.sgd_momentum else 0}.get(job.optimizer.optimizer, 4)
-    return {
-        "weights": (dense + expert) * item,
-        "gradients": (dense + expert) * (4 if job.ddp.grad_reduce_in_fp32 else item),
-        "optimizer": sharded * (state + (4 if item == 2 else 0)),
-    }
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
+    """Tensors as large as the residual stream that a stage holds for others: what it has sent or received too early."""
+    if model.pipeline_model_parallel_size == 1 or microbatches == 1:
+        return 0
+    if (model.virtual_pipeline_model_parallel_size or 1) > 1:
+        return 5 if stage else 3
+    return 1 if stage else 0
 
 
-def _activations(job: Job, stage: int, chunks: list[Chunk]) -> dict[str, float]:
-    model, tokens = job.model, job.tokens_per_rank
-    item = 4 if job.gemm == "fp32" else 2
-    under_way = microbatches_under_way(model, stage, job.microbatches)
-    kept: Counter[str] = Counter()
-    for chunk, microbatches in zip(chunks, under_way, strict=True):
-        for parts, count in Counter(chunk).items():
-            for kind, size in kept_by_layer(model, parts, item).items():
-                kept[f"activations: {kind}"] += size * count * microbatches * tokens
-    stream = model.hidden_size * item
-    split = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    if stage == model.pipeline_model_parallel_size - 1:
-        rows = padded_vocab_size(model, job.vocab_size) / model.tensor_model_parallel_size
-        at_once = min(tokens, model.cross_entropy_chunk_size or tokens)
-        kept["logits"] = at_once * rows * (item + 4)
-        kept["activations: norms"] += 2 * stream / split * tokens
-    # A layer at work: its gradients and what recomputation makes again.
-    kept["buffers"] = _working(model, chunks, item) * tokens
-    return dict(kept)
+def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
+    """The end of a forward pass on a stage between others: what it sent and received before is still there."""
+    own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
+    found = kept.copy()
+    for kind, tensors in ((own, 1), (RESIDUAL, 2), ("buffers", 2)):
+        found[kind] += tensors * stream
+    return found
 
 
-def _working(model: ModelConfig, chunks: list[Chunk], item: int) -> float:
-    """Bytes a token of the layer that the backward pass is in."""
-    width = max(
-        model.hidden_size,
-        (model.ffn_hidden_size or 4 * model.hidden_size)
-        * (2 if model.gated_linear_unit else 1)
-        / model.tensor_model_parallel_size,
-    )
-    return 2 * item * (width + model.hidden_size)
+def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
+    model = settings.model
+    if model.recompute_granularity != "full":
+        return [layer_cost(settings, parts) for parts in chunk]
+    size = model.recompute_num_layers or 1
+    if model.recompute_method == "uniform":
+        return [whole_layers_again(settings, chunk[start : start + size]) for start in range(0, len(chunk), size)]
+    again = [whole_layers_again(settings, (parts,)) for parts in chunk[:size]]
+    return again + [layer_cost(settings, parts) for parts in chunk[size:]]
+
+
+def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
+    """Kinds when most is held while the backward pass goes through ``parts`` from the last to the first."""
+    held = kept.copy()
+    total, most, peak = sum(held.values()), -1.0, kept.copy()
+    known: set[int] = set()
+    for part in reversed(parts):
+        for kind, size in part.kept.items():
+            held[kind] -= size * tokens
+        total -= part.size * tokens
+        if id(part) in known:  # the same, with less beside it
+            continue
+        known.add(id(part))
+        worst = part.worst(tokens)
+        if (here := total + worst.total(tokens)) > most:
+            most, peak = here, held.copy()
+            for kind, size in worst.kept.items():
+                peak[kind] += size * tokens
+            peak["buffers"] += worst.gradients * tokens + worst.weight
+    return peak

@@ -24,9 +24,9 @@ class Parameter:
     count: int = 1
 
 
-def layer_parameters(model: ModelConfig, parts: str) -> list[Parameter]:
+def layer_parameters(model: ModelConfig, parts: str, te_layers: bool) -> list[Parameter]:
     """Of a layer of these parts: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
-    return [parameter for part in parts for parameter in _OF_PART[part](model)]
+    return [parameter for part in parts for parameter in _OF_PART[part](model, te_layers)]
 
 
 def embedding_parameters(model: ModelConfig, rows: int) -> list[Parameter]:
@@ -38,7 +38,7 @@ def embedding_parameters(model: ModelConfig, rows: int) -> list[Parameter]:
     return found
 
 
-def ending_parameters(model: ModelConfig, rows: int, first: bool) -> list[Parameter]:
+def ending_parameters(model: ModelConfig, rows: int, first: bool, te_layers: bool) -> list[Parameter]:
     """Of the last stage: the last norm, the output layer and the layers of multi-token prediction.
 
     ``first``: it is the first stage, too, and has the embedding already.
@@ -53,7 +53,7 @@ def ending_parameters(model: ModelConfig, rows: int, first: bool) -> list[Parame
         found.append(vocabulary)  # the embedding of further tokens
     for parts in depths:
         found += [*_norm(model) * 3, Parameter(2 * hidden * hidden // tp)]
-        found += [parameter for part in parts for parameter in layer_parameters(model, part)]
+        found += [parameter for part in parts for parameter in layer_parameters(model, part, te_layers)]
     return found
 
 
@@ -70,10 +70,10 @@ def _norm(model: ModelConfig, width: int | None = None) -> list[Parameter]:
     return [norm] * (1 if model.normalization == "RMSNorm" else 2)
 
 
-def _attention(model: ModelConfig) -> Iterator[Parameter]:
+def _attention(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     yield from _norm(model) * (2 if model.sandwich_norm else 1)
     if model.multi_latent_attention:
-        yield from _latent_attention(model)
+        yield from _latent_attention(model, te_layers)
     else:
         yield from _own_keys(model)
     if model.softmax_type == "learnable":
@@ -95,16 +95,16 @@ def _own_keys(model: ModelConfig) -> Iterator[Parameter]:
         yield Parameter(hidden, matrix=False)
 
 
-def _latent_attention(model: ModelConfig) -> Iterator[Parameter]:
+def _latent_attention(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     hidden, tp, heads = model.hidden_size, model.tensor_model_parallel_size, model.num_attention_heads
     queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) // tp
-    rank = model.q_lora_rank
+    rank, divided = model.q_lora_rank, 1 if te_layers else tp  # TE's layers keep the way down whole
     if rank is None:
         yield Parameter(hidden * queries)
     else:
-        yield Parameter(hidden * rank)
+        yield Parameter(hidden * rank // divided)
         yield Parameter(rank * queries)
-    yield Parameter(hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim))
+    yield Parameter(hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) // divided)
     yield Parameter(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // tp)
     if model.qk_layernorm:
         yield from _norm(model, model.kv_lora_rank)
@@ -115,7 +115,7 @@ def _latent_attention(model: ModelConfig) -> Iterator[Parameter]:
         yield Parameter(hidden, matrix=False)
 
 
-def _mlp(model: ModelConfig) -> Iterator[Parameter]:
+def _mlp(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     yield from _norm(model) * (2 if model.sandwich_norm else 1)
     width = (model.ffn_hidden_size or 4 * model.hidden_size) // model.tensor_model_parallel_size
     yield from _two_matrices(model, model.hidden_size, width, biases=model.add_bias_linear)
@@ -133,7 +133,7 @@ def _two_matrices(
         yield Parameter(inputs, expert, matrix=False)
 
 
-def _experts(model: ModelConfig) -> Iterator[Parameter]:
+def _experts(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     hidden, count = model.hidden_size, model.num_moe_experts or 1
     etp, ep = model.expert_tensor_parallel_size or 1, model.expert_model_parallel_size
     apart = ep > 1 or etp != model.tensor_model_parallel_size  # megatron-core's experts with a group of their own
@@ -152,7 +152,7 @@ def _experts(model: ModelConfig) -> Iterator[Parameter]:
             yield Parameter(hidden)
 
 
-def _mamba(model: ModelConfig) -> Iterator[Parameter]:
+def _mamba(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
     yield from _norm(model)
     yield Parameter(model.hidden_size * sum(whole.projected) // tp)

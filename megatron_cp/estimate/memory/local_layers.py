@@ -1,0 +1,250 @@
+"""The steps of megatron-core's own layers with this project's attention, as they run on a CPU. Pure.
+
+Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_cp.attention.transports.registry import known_transports
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
+from megatron_cp.models.layers.mamba.shape import MambaShape
+
+CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
+
+
+def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
+    """A norm of the residual stream. torch writes RMSNorm out: it keeps what is normalized and its root, too."""
+    stream = residual(model, b)
+    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
+    work = 3 * stream
+    if model.normalization == "RMSNorm":
+        keeps[RESIDUAL, f"{name} normalized"] = stream
+    else:
+        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
+        work = 2 * stream
+    return [Step(keeps, work)]
+
+
+def residual(model: ModelConfig, b: int) -> float:
+    """Bytes a token of the residual stream on this rank."""
+    return model.hidden_size * b / _parts(model)
+
+
+def _parts(model: ModelConfig) -> int:
+    return model.tensor_model_parallel_size if model.sequence_parallel else 1
+
+
+def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
+    """A product with a matrix cut by columns, ``width`` on this rank; it keeps a norm's output."""
+    whole = model.hidden_size * b
+    again = whole + whole / _parts(model) if model.sequence_parallel else 0  # gloo copies what it reduces and scatters
+    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
+
+
+def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
+    """A product with a matrix cut by rows, whose output is added to the residual stream."""
+    whole = model.hidden_size * b
+    gathered = whole if model.sequence_parallel else 0
+    return Step({keeps: width * b}, width * b + gathered, whole * width)
+
+
+def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
+    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
+    stream, steps = residual(model, b), []
+    if model.sandwich_norm:
+        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
+        if model.normalization == "RMSNorm":
+            keeps[RESIDUAL, f"{name} after normalized"] = stream
+        steps.append(Step(keeps, 3 * stream))
+    if model.hidden_dropout:
+        steps.append(dropout_step(model, b, name))
+    return steps
+
+
+def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
+    """On a CPU the mask has the activations' own dtype."""
+    stream = residual(model, b)
+    return Step({(RESIDUAL, f"{name} mask"): stream}, stream)
+
+
+def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
+    channels = model.kv_channels or model.hidden_size // heads
+    q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
+    width = q + 2 * k
+    steps = [*norm_steps(model, b, "attention"), column_step(model, b, "attention", width / b)]
+    steps.append(Step({}, 2 * width))
+    if model.qk_layernorm:
+        roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
+        normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
+        if model.kv_heads != heads:
+            normed[ATTENTION, "q"] = q  # put together from groups of heads
+        if model.normalization == "RMSNorm":
+            normed[ATTENTION, "normalized"] = q + k
+        steps.append(Step(normed, 2 * width))
+    rotates = model.position_embedding_type in ("rope", "yarn")
+    if not rotates and model.kv_heads == heads:
+        steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
+    if rotates:
+        tables = 4 * channels * b / micro_batch_size
+        steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
+    core = core_steps(model, b, q, k, k, q, width)
+    if not rotates:  # keys, and queries of as many heads, are read where the projection has left them
+        core = [_without(step, "k rotated", *(["q rotated"] if model.kv_heads == heads else [])) for step in core]
+    steps += core
+    steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def _without(step: Step, *names: str) -> Step:
+    keeps, inputs = ({key: size for key, size in of.items() if key[1] not in names} for of in (step.keeps, step.inputs))
+    return replace(step, keeps=keeps, inputs=inputs)
+
+
+def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
+    """Attention itself, by transport; sizes are bytes a token of queries, keys, values, outputs, and what values are
+    a view of."""
+    cp = model.context_parallel_size
+    lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
+    inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): projected}
+    keeps = {(ATTENTION, "q rotated"): q, (ATTENTION, "k read"): k, (ATTENTION, "v read"): v, (ATTENTION, "lse"): lse}
+    transports = known_transports(model.transports) if cp > 1 else ()
+    if any(each.name == "all_gather" for each in transports):
+        keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
+        gradients, name = out + 1.5 * q + 2.5 * cp * (k + v), "output"
+    elif any(each.exchanges_heads for each in transports):
+        gradients, name = out + 2 * (q + k + v), "output of heads"
+    elif transports:
+        gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
+    else:
+        gradients, name = out + 2 * (q + k + v), "output"
+    if v != k:  # the kernel wants heads of one size
+        gradients += 1.75 * q if cp > 1 else max(0.0, q + k - 2 * v)
+    return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
+
+
+def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
+    width = (model.ffn_hidden_size or 4 * model.hidden_size) / model.tensor_model_parallel_size
+    inner = 2 if model.gated_linear_unit else 1
+    f = width * b
+    inside = [
+        column_step(model, b, "mlp", inner * width),
+        activation_step(model, MLP, f),
+        row_step(model, b, (MLP, "activation"), width),
+    ]
+    inside = [replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): residual(model, b)}) for step in inside]
+    return [*norm_steps(model, b, "mlp"), *inside, *after_steps(model, b, MLP, "mlp")]
+
+
+def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
+    """``f``: bytes a token of the activation's output."""
+    if model.gated_linear_unit:
+        return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
+    return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
+
+
+def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
+    hidden, topk, count = model.hidden_size, model.moe_router_topk, model.num_moe_experts or 1
+    parts, etp = _parts(model), model.expert_tensor_parallel_size or 1
+    local = count // model.expert_model_parallel_size
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) / etp
+    inside = (model.moe_latent_size or hidden) * b
+    stream, routed = residual(model, b), topk / parts * etp * load
+    e = routed * width * b
+    out = routed * inside
+    steps = []
+    router = (5 * count + topk * (8 + b)) / parts
+    steps.append(Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream))
+    steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
+    inner = 2 if model.gated_linear_unit else 1
+    steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
+    keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
+    if model.gated_linear_unit:
+        keeps |= {(EXPERTS, "gate"): e, (EXPERTS, "offset"): e}
+    steps.append(Step(keeps, out + out / local + 3 * e / local))
+    forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
+    if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
+        forward += 3 * out + topk / parts * inside - stream
+    else:
+        forward += 2 * out
+    steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
+    if shared := model.moe_shared_expert_intermediate_size:
+        s = shared * b / model.tensor_model_parallel_size
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
+        if model.gated_linear_unit:
+            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
+        if model.moe_shared_expert_gate:
+            keeps[EXPERTS, "shared output"] = stream
+        steps.append(Step(keeps, 3 * s + stream))
+    steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
+    return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
+
+
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    """Keys and values from one latent vector; sizes as in :func:`attention_steps`."""
+    tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
+    q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
+    v = heads * model.v_head_dim * b / tp
+    rank, latent = (model.q_lora_rank or 0) * b, model.kv_lora_rank * b
+    shared = model.qk_pos_emb_head_dim * b
+    steps = norm_steps(model, b, "attention")
+    steps.append(Step({(RESIDUAL, "attention output"): stream}, rank + latent + shared + 2 * stream, 0))
+    normed = 2 if model.normalization == "RMSNorm" else 1
+    keeps = {(ATTENTION, "compressed"): float(rank + latent + shared)}
+    if model.qk_layernorm:
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / _parts(model)
+        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / _parts(model)
+    steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
+    tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
+    steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
+    steps += core_steps(model, b, q, q, v, v, v)
+    steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    """This project's scan in PyTorch (models/layers/mamba/ssd.py): chunk by chunk, in float32."""
+    tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
+    shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
+    states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
+    of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
+    projected = sum(shape.projected)
+    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
+    keeps: dict[tuple[str, str], float] = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
+    steps.append(Step(keeps, 3 * conv + projected * b))
+    steps.append(Step({(MAMBA, "steps"): 2 * heads * f, (MAMBA, "x dt"): inner}, conv + 3 * inner))
+    keeps = {(MAMBA, "B and C"): 2 * states, (MAMBA, "C B"): pair, (MAMBA, "decay"): within}
+    steps.append(Step(keeps, 3 * within + pair + 2 * inner + 2 * states + 4 * heads * f))
+    steps.append(Step({(MAMBA, "weighted"): within, (MAMBA, "x of chunks"): inner}, within + 4 * inner))
+    keeps = {(MAMBA, "to end"): inner, (MAMBA, "of heads"): 2 * of_heads, (MAMBA, "states"): 2 * chunk_states}
+    keeps[MAMBA, "carried"] = 2 * heads * f
+    steps.append(Step(keeps, of_heads + 4 * inner))
+    keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
+    steps.append(Step(keeps, 3 * inner))
+    steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
+    return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
+
+
+def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
+    """The last norm, the output layer and the loss, which is made in the logits' memory, in float32."""
+    output = column_step(model, b, "ending", rows)
+    whole = model.hidden_size * b
+    if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum
+        piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
+        return [
+            *norm_steps(model, b, "ending"),
+            Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * (2 + 4 / b)),
+        ]
+    logits = {(LOGITS, "softmax"): rows * 4.0}
+    small = {(LOGITS, "targets"): 17.0}
+    keeps = {**output.keeps, **logits}
+    rounded = rows * b if b < 4 else 0
+    return [
+        *norm_steps(model, b, "ending"),
+        Step(keeps, output.gradients - rows * b + rounded, output.weight),
+        Step({**logits, **small}, 8.0),
+    ]

@@ -1,0 +1,162 @@
+"""Costs of a model's layers and ending on one rank, kept for layouts that agree in all they depend on. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from operator import attrgetter
+from types import ModuleType
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory import local_layers, te_layers
+from megatron_cp.estimate.memory.parameters import mtp_depths
+from megatron_cp.estimate.memory.platform import Platform
+from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
+
+# What a layer on its own does not depend on.
+_OF_STAGES = {
+    "num_layers",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "microbatch_group_size_per_vp_stage",
+    "seq_length",
+}
+_values = attrgetter(*(field.name for field in fields(ModelConfig) if field.name not in _OF_STAGES))
+
+
+class LayerSettings:
+    """A model's settings that its layers depend on: equal for layouts that divide the layers otherwise alone.
+
+    gemm, micro_batch_size, load: of the job.
+    """
+
+    def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
+        self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
+        self.te_layers = where.te_layers
+        self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
+        values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
+        self._key = (self.te_layers, self.scores, gemm, micro_batch_size, load, *values)
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerSettings) and self._key == other._key
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return 4 if self.gemm == "fp32" else 2
+
+
+@lru_cache(maxsize=4096)
+def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
+    """Of a layer of these parts, with what is recomputed of it."""
+    model, b = settings.model, settings.item
+    layers = te_layers if settings.te_layers else local_layers
+    stream = local_layers.residual(model, b)
+    chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
+    steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
+    return in_sequence([cost_of(each, stream) for each in steps])
+
+
+def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]:
+    model, b = settings.model, settings.item
+    if part == "*":
+        attend = layers.latent_attention_steps if model.multi_latent_attention else layers.attention_steps
+        return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
+    if part == "E":
+        return layers.experts_steps(model, b, settings.load)
+    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.micro_batch_size)
+
+
+def _with_scores(settings: LayerSettings, step: Step) -> Step:
+    """Softmax's output, and that of dropout with its mask of a byte an element (Korthikanti, arXiv:2205.05198)."""
+    if not settings.scores or step.module != "core_attn":
+        return step
+    model = settings.model
+    size = settings.scores * model.num_attention_heads / model.tensor_model_parallel_size
+    return replace(step, keeps={**step.keeps, (ATTENTION, "scores"): size * (2 * settings.item + 1)})
+
+
+def in_sequence(parts: Sequence[PartCost]) -> PartCost:
+    """Of several parts one after the other: the backward pass of each begins when the later ones' is over."""
+    kept: Counter[str] = Counter()
+    moments: list[Moment] = []
+    for part in parts:
+        before = Counter(kept)
+        moments += [
+            Moment({**before, **{k: before[k] + v for k, v in moment.kept.items()}}, moment.gradients, moment.weight)
+            for moment in part.moments
+        ]
+        kept.update(part.kept)
+    return PartCost(dict(kept), moments)
+
+
+def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequence[str]) -> list[Step]:
+    """Selective recomputation: steps that are computed again are one, which keeps what they begin with."""
+    again = [place for place, step in enumerate(steps) if step.module in chosen and step.module]
+    if not again:
+        return steps
+    inside = steps[again[0] : again[-1] + 1]
+    inputs, cost = inside[0].inputs, cost_of(inside, 0.0)
+    made = local_layers.residual(settings.model, settings.item)  # again, and there while backward runs
+    most = max(moment.total(1.0) - moment.weight + made * (moment.gradients > 0) for moment in cost.moments)
+    gradients = max(0.0, most - sum(inputs.values()))
+    one = Step(inputs, gradients, max(moment.weight for moment in cost.moments), forward=inside[-1].forward)
+    return [*steps[: again[0]], one, *steps[again[-1] + 1 :]]
+
+
+@lru_cache(maxsize=4096)
+def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartCost:
+    """Of a group of layers that full recomputation runs again: it keeps the first one's input alone.
+
+    While its backward pass runs, what came out of it exists again.
+    """
+    stream = local_layers.residual(settings.model, settings.item)
+    cost = in_sequence([layer_cost(settings, each) for each in parts])
+    kept = stream
+    if settings.model.distribute_saved_activations:
+        kept /= settings.model.tensor_model_parallel_size
+    moments = [
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
+    ]
+    return PartCost({RESIDUAL: kept}, moments)
+
+
+@lru_cache(maxsize=4096)
+def embedding_cost(settings: LayerSettings) -> PartCost:
+    """Of the embedding's dropout."""
+    layers = te_layers if settings.te_layers else local_layers
+    stream = local_layers.residual(settings.model, settings.item)
+    return cost_of([layers.dropout_step(settings.model, settings.item, "embedding")], stream)
+
+
+@lru_cache(maxsize=4096)
+def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> PartCost:
+    """Of the last norm, the output layer and the loss; ``rows`` of the vocabulary on this rank.
+
+    tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
+    """
+    model, b = settings.model, settings.item
+    layers = te_layers if settings.te_layers else local_layers
+    steps = layers.ending_steps(model, b, rows, tokens_at_once)
+    ending = cost_of(steps, 0.0)
+    depths = model.mtp_num_layers or 0
+    if not depths:
+        return ending
+    stream = local_layers.residual(model, b)
+    norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
+    joined = Step({(RESIDUAL, "joined"): 2 * local_layers.residual(model, b)}, 4 * stream)
+    layer = mtp_depths(model)[0]
+    before = cost_of([*norms, joined], stream)
+    each = [before, *(layer_cost(settings, parts) for parts in layer)]
+    last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
+    return in_sequence([*([*each, last_norm] * depths), ending, *([cost_of(steps[1:], 0.0)] * depths)])

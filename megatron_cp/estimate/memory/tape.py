@@ -1,0 +1,103 @@
+"""What a part of a model keeps between forward and backward pass, and what it holds at most while backward runs. Pure.
+
+A part is written down as its steps in forward order. Sizes are bytes for each token of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Kinds of what is kept.
+RESIDUAL, ATTENTION, MLP = "activations: residual", "activations: attention", "activations: mlp"
+EXPERTS, MAMBA, LOGITS = "activations: experts", "activations: mamba", "logits"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation.
+
+    keeps: tensors that its backward needs, by kind and name; a tensor of two steps lives until the first one's.
+    gradients: what its backward holds beside those: gradients of its outputs and inputs, and what they are made with.
+    weight: bytes of its weight's gradient, whatever the tokens, until it is added to the sum over microbatches.
+    module: of selective recomputation, that the step belongs to. inputs: what is kept where this module is recomputed.
+    forward: what its forward pass holds beside all that was kept until then.
+    """
+
+    keeps: Mapping[tuple[str, str], float]
+    gradients: float
+    weight: float = 0.0
+    module: str = ""
+    inputs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    forward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a part holds at one time of its backward pass: kept tensors by kind, gradients, and bytes of a weight's."""
+
+    kept: Mapping[str, float]
+    gradients: float
+    weight: float
+
+    def total(self, tokens: float) -> float:
+        return (sum(self.kept.values()) + self.gradients) * tokens + self.weight
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """kept: bytes a token by kind, from forward to backward. moments: those in which a part may hold most."""
+
+    kept: Mapping[str, float]
+    moments: Sequence[Moment]
+    size: float = field(init=False)  # of all that is kept
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(self.kept.values()))
+
+    def worst(self, tokens: float) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total(tokens))
+
+
+def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
+    """The cost of a part between a residual connection and its addition; ``stream``: bytes a token of the residual.
+
+    The gradient of the addition is the residual's own, and lives to the end.
+    """
+    alive = dict.fromkeys((name for step in steps for name in step.keeps), 0.0)
+    for step in steps:
+        alive.update(step.keeps)
+    kept = _by_kind(alive)
+    moments: list[Moment] = []
+    so_far: dict[tuple[str, str], float] = {}
+    for step in steps:
+        so_far.update(step.keeps)
+        if step.forward:
+            own = next(kind for kind, _ in step.keeps)
+            moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0))
+    for place in reversed(range(len(steps))):
+        step = steps[place]
+        moments.append(Moment(_by_kind(alive), stream + step.gradients, step.weight))
+        earlier = {name for before in steps[:place] for name in before.keeps}
+        for name in step.keeps.keys() - earlier:
+            del alive[name]
+    return PartCost(kept, _undominated(moments))
+
+
+def _by_kind(tensors: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    sizes: defaultdict[str, float] = defaultdict(float)
+    for (kind, _), size in tensors.items():
+        sizes[kind] += size
+    return dict(sizes)
+
+
+def _undominated(moments: Sequence[Moment]) -> list[Moment]:
+    """Without those that another one exceeds whatever the tokens."""
+    rest = []
+    for moment in moments:
+        others = (each for each in moments if each is not moment)
+        size = moment.total(1) - moment.weight
+        if not any(each.total(1) - each.weight > size and each.weight >= moment.weight for each in others):
+            rest.append(moment)
+    return rest or [moments[0]]

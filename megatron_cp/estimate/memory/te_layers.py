@@ -1,0 +1,149 @@
+"""The steps of Transformer Engine's layers, attention and loss on a GPU, in bf16. Pure.
+
+Read from the sources of Transformer Engine 2.x and megatron-core 0.19.2; what differs from the local layers on a CPU is
+what this module does not take from :mod:`local_layers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory import local_layers
+from megatron_cp.estimate.memory.local_layers import residual, row_step
+from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
+from megatron_cp.models.fusions import fused_loss
+from megatron_cp.models.layers.mamba.shape import MambaShape
+
+
+def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
+    """One module: it keeps its input, the norm's output and root; ``width`` of its output on this rank."""
+    column = local_layers.column_step(model, b, name, width)
+    return [*norm_steps(model, b, name), replace(column, weight=0.0)]
+
+
+def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
+    """The product that makes a weight's gradient adds it to the sum over microbatches."""
+    return replace(row_step(model, b, keeps, width), weight=0.0)
+
+
+def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
+    """Dropout's mask has a byte an element."""
+    steps = local_layers.after_steps(model, b, kind, name)
+    return [*steps[:-1], dropout_step(model, b, name)] if model.hidden_dropout else steps
+
+
+def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
+    return Step({(RESIDUAL, f"{name} mask"): residual(model, b) / b}, residual(model, b))
+
+
+def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
+    """A norm that no product follows in the same module."""
+    roots = 4.0 if model.normalization == "RMSNorm" else 8.0
+    keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
+    return [Step(keeps, 3 * residual(model, b))]
+
+
+def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
+    channels = model.kv_channels or model.hidden_size // heads
+    q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
+    width = q + 2 * k
+    steps = norm_and_column_steps(model, b, "attention", width / b)
+    if model.qk_layernorm:
+        steps.append(Step({(ATTENTION, "q and k before norms"): q + k}, 2 * width))
+    steps.append(Step({}, 2 * width))
+    steps += core_steps(model, q, k, k, q)
+    steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def core_steps(model: ModelConfig, q: float, k: float, v: float, out: float) -> list[Step]:
+    lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
+    keeps = {(ATTENTION, "q"): q, (ATTENTION, "k"): k, (ATTENTION, "v"): v, (ATTENTION, "output"): out}
+    inputs = {name: size for name, size in keeps.items() if name != (ATTENTION, "output")}
+    keeps[ATTENTION, "lse"] = lse
+    cp = model.context_parallel_size
+    gradients = out + 3 * q + k + v + (2 * (k + v) if cp > 1 else 0)  # dq is summed in float32
+    return [Step(keeps, gradients, module="core_attn", inputs=inputs)]
+
+
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
+    q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
+    v = heads * model.v_head_dim * b / tp
+    compressed = ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim) * b
+    steps = [
+        Step({(RESIDUAL, "attention input"): stream, (RESIDUAL, "attention root"): 4.0}, 3 * stream),
+        Step({(RESIDUAL, "attention output"): stream}, 2 * stream + compressed),
+        Step({(ATTENTION, "compressed"): 2 * compressed}, 2 * compressed + q + v),
+        Step({}, 3 * q + v),
+        *core_steps(model, q, q, v, v),
+        row_without_weight(model, b, (ATTENTION, "output"), v / b),
+    ]
+    return steps + after_steps(model, b, ATTENTION, "attention")
+
+
+def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
+    width = (model.ffn_hidden_size or 4 * model.hidden_size) / model.tensor_model_parallel_size
+    inner = 2 if model.gated_linear_unit else 1
+    norm, column = norm_and_column_steps(model, b, "mlp", inner * width)
+    inside = [
+        column,
+        Step({(MLP, "matrix 1"): inner * width * b}, (1 + inner) * width * b),
+        row_without_weight(model, b, (MLP, "activation"), width),
+    ]
+    inside = [replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): 0.0}) for step in inside]
+    return [norm, *inside, *after_steps(model, b, MLP, "mlp")]
+
+
+def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
+    hidden, topk, count = model.hidden_size, model.moe_router_topk, model.num_moe_experts or 1
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    etp = model.expert_tensor_parallel_size or 1
+    width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) / etp
+    inner = 2 if model.gated_linear_unit else 1
+    stream, routed = residual(model, b), topk / parts * etp * load
+    e, out = routed * width * b, routed * (model.moe_latent_size or hidden) * b
+    router = (3 * 4 * count + topk * 8) / parts
+    steps = [
+        Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream),
+        Step({(EXPERTS, "tokens"): out, (EXPERTS, "probabilities"): 4 * routed}, 2 * out + inner * e),
+        Step({(EXPERTS, "matrix 1"): inner * e}, (1 + inner) * e + out),
+        Step({(EXPERTS, "activation"): e}, 2 * out + e),
+    ]
+    if shared := model.moe_shared_expert_intermediate_size:
+        s = shared * b / model.tensor_model_parallel_size
+        steps.append(
+            Step({(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}, (1 + inner) * s + stream)
+        )
+    steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
+    norm = Step({(RESIDUAL, "experts input"): stream, (RESIDUAL, "experts root"): 4.0}, 3 * stream)
+    return [norm, *steps, *after_steps(model, b, EXPERTS, "experts")]
+
+
+def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+    """mamba-ssm's fused kernel keeps its input and output, and makes the rest again."""
+    tp, shape = model.tensor_model_parallel_size, MambaShape.of(model)
+    projected, inner = sum(shape.projected) / tp, shape.inner / tp
+    return [
+        *norm_and_column_steps(model, b, "mamba", projected),
+        Step({(MAMBA, "projected"): projected * b, (MAMBA, "scanned"): inner * b}, (3 * projected + inner) * b),
+        Step({(MAMBA, "gated"): 3 * inner * 4}, 2 * inner * 4),
+        row_without_weight(model, b, (MAMBA, "normalized"), inner),
+    ]
+
+
+def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
+    """Transformer Engine's loss writes the logits' gradients over them; another one is the CPU's, in float32."""
+    if fused_loss(model, te_layers=True) != "te":
+        return [*norm_steps(model, b, "ending"), *local_layers.ending_steps(model, b, rows, tokens_at_once)[1:]]
+    stream, whole = residual(model, b), model.hidden_size * b
+    norm = Step({(RESIDUAL, "ending input"): stream, (RESIDUAL, "ending root"): 4.0}, 2 * stream)
+    keeps = {(RESIDUAL, "ending output"): stream}
+    gathered = 2 * whole if model.sequence_parallel else whole
+    if tokens_at_once is not None:
+        piece = tokens_at_once * (rows * b + whole)
+        return [norm, Step(keeps, stream + 8.0, piece + whole * rows * (2 + 4 / b))]
+    logits = {(LOGITS, "logits"): float(rows * b)}
+    return [norm, Step({**keeps, **logits}, stream + gathered, whole * rows), Step(logits, rows * b / 8)]

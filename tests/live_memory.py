@@ -1,0 +1,187 @@
+"""Count the bytes of live tensors of a training step, by kind, at their peak: what the memory model predicts."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_cp.training.setup import Run
+
+# Where a tensor is made -> its kind; the innermost module that has one decides.
+_KINDS = {
+    "self_attention": "activations: attention",
+    "mlp": "activations: mlp",
+    "experts": "activations: experts",
+    "mixer": "activations: mamba",
+    "output_layer": "logits",
+}
+RESIDUAL = "activations: residual"
+WORK = "buffers"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a tensor's memory was first seen."""
+
+    kind: str
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follow every tensor's storage from the operation that makes it until it is freed.
+
+    peak: bytes by kind when the sum was largest. origins: bytes by origin at that time, to look into.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref, int, Origin]] = {}
+        self._now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._peak_total = self._total = 0
+        self.origins: Counter[Origin] = Counter()
+        self._modules: list[tuple[str, str]] = []
+        self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
+        self.detailed = False
+        self.loads: list[float] = []  # of each layer's experts here, beside the mean of all ranks
+        self._routed = 0
+        model = run.config.model
+        self._routes = model.moe_router_topk * (model.expert_tensor_parallel_size or 1)
+        for buffer in get_global_memory_buffer().buffer.values():  # that of gathered tokens stays
+            self._see(buffer, Origin(WORK, "gathered", "", tuple(buffer.shape)))
+        for kind, tensor in states_of(run):
+            self._see(tensor, Origin(kind, "", "", tuple(tensor.shape)))
+
+    def see_batches(self, microbatches: Any) -> None:
+        """What is read of the data is made by other threads."""
+        for microbatch in microbatches:
+            values = microbatch if isinstance(microbatch, dict) else vars(microbatch)
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    self._see(value, Origin(WORK, "batch", "", tuple(value.shape)))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if self._modules and torch._C._current_graph_task_id() == -1:
+            self._claim(args)
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, function)
+        return output
+
+    def _claim(self, args: Any) -> None:
+        """What another pipeline stage has sent is this one's residual stream as soon as a layer reads it."""
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                known = self._live.get(id(tensor.untyped_storage()))
+                if known is not None and known[2].kind == WORK and known[2].operation.startswith("aten.empty"):
+                    reference, size, origin = known
+                    self._live[id(tensor.untyped_storage())] = reference, size, replace(origin, kind=RESIDUAL)
+                    self._now[WORK] -= size
+                    self._now[RESIDUAL] += size
+
+    def _see(self, tensor: torch.Tensor, made_by: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._live.get(key)
+        size = storage.nbytes()
+        if known is not None and known[0]() is storage:
+            if known[1] == size:
+                return
+            self._forget(key, known[0])
+        if not size:
+            return
+        if not isinstance(made_by, Origin):
+            kind, module = self._where()
+            made_by = Origin(kind, module, str(made_by), tuple(tensor.shape))
+        reference = weakref.ref(storage, lambda dead, key=key: self._forget(key, dead))
+        self._live[key] = reference, size, made_by
+        self._now[made_by.kind] += size
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total, self.peak = self._total, self._now.copy()
+            if self.detailed:
+                self.origins = Counter()
+                for _, each, origin in self._live.values():
+                    self.origins[origin] += each
+
+    def _forget(self, key: int, reference: weakref.ref) -> None:
+        known = self._live.get(key)
+        if known is not None and known[0] is reference:
+            _, size, origin = self._live.pop(key)
+            self._now[origin.kind] -= size
+            self._total -= size
+
+    def _where(self) -> tuple[str, str]:
+        backward = torch._C._current_graph_task_id() != -1
+        kind, name = self._modules[-1] if self._modules else (WORK, "")
+        return (WORK if backward else kind), name + (" backward" if backward else "")
+
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        name = self._names.get(module, "")
+        kind = next((_KINDS[part] for part in reversed(name.split(".")) if part in _KINDS), RESIDUAL)
+        if (kind.endswith("mlp") and hasattr(module, "router")) or (
+            kind.endswith("mlp") and self._modules and self._modules[-1][0] == _KINDS["experts"]
+        ):
+            kind = _KINDS["experts"]
+        self._modules.append((kind, name))
+        if name.endswith("mlp.router") and torch._C._current_graph_task_id() == -1:
+            self._routed = inputs[0].shape[:-1].numel() * self._routes
+        if name.endswith("mlp.experts") and self._routed:
+            self.loads.append(inputs[0].shape[0] / self._routed)
+
+    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._modules.pop()
+
+    def __enter__(self) -> LiveMemory:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*args)
+
+
+def states_of(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
+    """What lives as long as the run: weights, gradients and the optimizer's state, by kind."""
+    for chunk in run.model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            if buffer.param_data is not None:
+                yield "weights", buffer.param_data
+            yield "gradients", buffer.grad_data
+        for parameter in chunk.parameters():
+            yield "weights", parameter.data
+        for buffer in chunk.module.buffers():
+            yield "weights", buffer
+    for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield "optimizer", parameter.data
+        for state in optimizer.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer", value
+
+
+@contextmanager
+def counted(run: Run, detailed: bool = False) -> Iterator[LiveMemory]:
+    memory = LiveMemory(run)
+    memory.detailed = detailed
+    with memory:
+        yield memory

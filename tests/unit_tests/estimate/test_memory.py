@@ -1,0 +1,162 @@
+"""The memory model against live tensors counted in real runs, against published figures and megatron-core's stages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
+from megatron_cp.config.sections.optimization import OptimizerConfig
+from megatron_cp.estimate.job import Job
+from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.estimate.memory.published import Refused, predicted
+from megatron_cp.estimate.memory.stages import chunks_of_stages, microbatches_under_way
+from megatron_cp.parallel.layout import RankLayout
+from tests.memory_runs import compare, errors
+from tests.random_layouts import random_layouts
+from tests.ranks import RanksFailed
+
+_SIZES = dict(dataset__seq_length=256, train__micro_batch_size=2)
+_STAGES = dict(model__pipeline_model_parallel_size=2, model__num_layers=4, train__micro_batch_size=1)
+_EXPERTS = dict(model__num_moe_experts=4, model__moe_ffn_hidden_size=80, model__num_layers=3)
+_MAMBA = dict(
+    model__architecture="hybrid",
+    model__hybrid_layer_pattern="MM*-",
+    model__mamba_state_dim=16,
+    model__mamba_head_dim=8,
+    model__mamba_num_groups=2,
+)
+LAYOUTS = {
+    "dropout and sandwich norms": (1, dict(model__hidden_dropout=0.1, model__sandwich_norm=True)),
+    "sequence parallel": (2, dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True)),
+    "gathered keys": (2, dict(model__context_parallel_size=2, model__cp_comm_type="all_gather")),
+    "stages": (2, _STAGES),
+    "experts on two ranks": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
+    "Mamba": (1, _MAMBA),
+    "pieces of the loss": (1, dict(model__cross_entropy_chunk_size=64)),
+    "recomputed attention": (
+        1,
+        dict(model__recompute_granularity="selective", model__recompute_modules=["core_attn"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_prediction_is_what_a_run_holds(name: str) -> None:
+    world_size, settings = LAYOUTS[name]
+    for counted, expected in compare(world_size, _SIZES | settings):
+        found = errors(counted.peak, expected)
+        assert abs(found.pop("total")) < 0.02, (counted, expected)
+        assert max(map(abs, found.values())) < 0.05, found
+
+
+@pytest.mark.slow
+def test_random_layouts() -> None:
+    layouts, totals = random_layouts(seed=3), []
+    while len(totals) < 10:
+        world_size, settings = next(layouts)
+        try:
+            found = compare(world_size, settings)
+        except RanksFailed:
+            continue
+        totals += [abs(errors(counted.peak, expected)["total"]) for counted, expected in found]
+    assert sum(totals) / len(totals) < 0.02
+
+
+# Of arXiv:2205.05198 (figure 1), torchtitan's benchmarks/llama3_h100_202412_torchtitan.md and mbridge's README.
+_COLUMNS = "source,model,hidden,layers,heads,kv_heads,ffn,vocab,seq_len,gpus,tp,cp,pp,dp,mbs,precision,recompute,metric"
+_PUBLISHED = {
+    "2205.05198,megatron-22b,6144,48,64,64,24576,51200,2048,8,8,1,1,,,fp16,none,activation_memory_gib": 59.25,
+    "2205.05198,gpt3-175b,12288,96,96,96,49152,51200,2048,64,8,1,8,,,fp16,none,activation_memory_gib": 66.84,
+    "2205.05198,gpt3-175b,12288,96,96,96,49152,51200,2048,64,8,1,8,,,fp16,selective+SP,activation_memory_gib": 12.35,
+    "2205.05198,mt-nlg-530b,20480,105,128,128,81920,51200,2048,280,8,1,35,,,fp16,selective+SP,activation_memory_gib": (
+        23.08
+    ),
+    "2205.05198,gpt3-175b,12288,96,96,96,49152,51200,2048,64,8,1,8,,,fp16,,param_and_optimizer_memory_gib": 45.56,
+    "torchtitan,llama3-8b,4096,32,32,8,14336,128256,8192,8,1,1,1,8,2,bf16,selective,peak_memory_gib": 82.4,
+    "torchtitan,llama3-8b,4096,32,32,8,14336,128256,8192,128,1,1,1,128,2,bf16+compile,selective,peak_memory_gib": 62.0,
+    "torchtitan,llama3-8b,4096,32,32,8,14336,128256,131072,8,1,4,1,2,1,float8+compile,full,peak_memory_gib": 84.0,
+    "mbridge,mixtral-8x2b-4l,2048,4,,,,,4096,8,1,1,1,,1,,,measured_memory_gb": 11.2,
+    "mbridge,mixtral-8x2b-4l,2048,4,,,,,4096,8,2,1,1,,2,,,measured_memory_gb": 8.0,
+}
+
+
+@pytest.mark.parametrize("row", _PUBLISHED)
+def test_published_memory_is_met(row: str) -> None:
+    value = predicted(dict(zip(_COLUMNS.split(","), row.split(","), strict=True)))
+    assert value == pytest.approx(_PUBLISHED[row], rel=0.03)
+
+
+def test_rows_that_leave_out_what_is_needed_are_refused() -> None:
+    with pytest.raises(Refused, match="stages are not stated"):
+        predicted({"source": "torchtitan", "metric": "peak_memory_gib", "tp": "8", "pp": "8"})
+    with pytest.raises(Refused, match="does not state the shape"):
+        predicted({"source": "card.yaml", "metric": "peak_memory_gb", "model": "qwen3-next-80b-a3b"})
+
+
+def _model(**settings: object) -> ModelConfig:
+    return ModelConfig(num_layers=16, hidden_size=4096, num_attention_heads=32, seq_length=8192, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 6},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True, "num_layers": 14},
+    ],
+)
+def test_stages_have_the_layers_that_megatron_core_gives_them(settings: dict) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = ModelConfig(**{"num_layers": 16, "pipeline_model_parallel_size": 4, **settings})
+    virtual = model.virtual_pipeline_model_parallel_size
+    core = TransformerConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_dtype=__import__("torch").float32,
+        **{"num_layers": 16, "pipeline_model_parallel_size": 4, **settings},
+    )
+    expected = [
+        [get_num_layers_to_build(core, None if virtual is None else stage, rank) for stage in range(virtual or 1)]
+        for rank in range(4)
+    ]
+    assert [[len(chunk) for chunk in chunks] for chunks in chunks_of_stages(model)] == expected
+
+
+def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
+    """Korthikanti's factor: 1 + (pp - 1) / (pp * vpp) microbatches' layers on the first stage."""
+    model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    assert sum(microbatches_under_way(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
+    assert microbatches_under_way(_model(pipeline_model_parallel_size=4), 1, 64) == [3]
+
+
+def test_an_estimate_takes_no_time() -> None:
+    """A search asks for thousands of layouts."""
+    jobs = [
+        Job(
+            _model(tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp),
+            OptimizerConfig(),
+            DistributedDataParallelConfig(),
+            RankLayout(1024, tp=tp, cp=cp, pp=pp),
+            1,
+            1024,
+            128256,
+        )
+        for tp in (1, 2, 4, 8)
+        for cp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 8)
+    ]
+    for job in jobs:
+        memory_estimate(job)
+    times = []
+    for _ in range(5):
+        begin = time.process_time()
+        for job in jobs:
+            memory_estimate(job)
+        times.append((time.process_time() - begin) / len(jobs))
+    assert min(times) < 0.4e-3  # on a slow machine; 0.1 ms and less otherwise
