@@ -28,8 +28,9 @@ from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.time import time_estimate
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.planner.figures import Figures, Setup
+from megatron_cp.planner.found import Estimated, Found, Models, changes
 from megatron_cp.planner.request import amount, environment_of, laid_over, model_recipe, samples
-from megatron_cp.planner.search import Estimated, Found, Models, Search, changes
+from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.planner.table import details, not_fitting, ranking
 from megatron_cp.rules.memory import NEARLY_FULL, gib
@@ -100,7 +101,9 @@ def main(argv: Sequence[str]) -> int:
     tokens = sum(lengths) if lengths else train.global_batch_size * (model.seq_length or 0)
     setup = Setup(device.name, args.gpus, node, device.memory, device.matmul_flops["bf16"], tokens)
     if not found.fitting:
-        say(f"megatron-cp plan: {_impossible(space, usable, models, device.name)}", file=sys.stderr)
+        from megatron_cp.planner.limits import impossible
+
+        say(f"megatron-cp plan: {impossible(space, usable, models, device.name)}", file=sys.stderr)
         return EXIT_CONFIG
     seconds = time.process_time() - begin
     best = changed | {
@@ -200,27 +203,6 @@ def _flat(settings: dict[str, Any]) -> Settings:
     """Settings by section as dotted names."""
     sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-
-
-def _impossible(space: Space, usable: float, models: Models, gpu: str) -> str:
-    """Why nothing fits, and the smallest number of GPUs or the longest sequence that would work."""
-    from megatron_cp.planner.limits import fewest_gpus, longest_sequence
-
-    search = Search(space, usable, models)
-    smallest, what = search.smallest(), f"--gpus {space.case.world_size}: "
-    if smallest is not None:
-        need = gib(smallest.memory.total)
-        what += f"nothing fits {gib(usable)} GiB of an {gpu}; the smallest layout needs {need} GiB a GPU"
-    elif search.refused:
-        what += f"the rules refuse all layouts, one of them as {search.refused.message}"
-    else:
-        what += "no layout divides the model, the batch and the sequence over so many"
-    fixes = []
-    if gpus := fewest_gpus(space, usable, models):
-        fixes.append(f"--gpus {gpus}")
-    if length := longest_sequence(space, usable, models):
-        fixes.append(f"--seq-length {length}")
-    return f"{what}. Fix: {', or '.join(fixes) or 'leave out settings, so that more is searched'}"
 
 
 def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float) -> None:

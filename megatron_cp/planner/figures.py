@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.config.names import NAME
-from megatron_cp.planner.search import Estimated
+from megatron_cp.planner.found import Estimated
 from megatron_cp.planner.space import Settings
 from megatron_cp.rules.memory import by_group
 

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from megatron_cp.planner.figures import Figures, Setup
-from megatron_cp.planner.search import Found
+from megatron_cp.planner.found import Found
 from megatron_cp.rules.memory import gib
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_cp.attention.transports.registry import ALL_TO_ALL
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
-from megatron_cp.estimate.job import Job, MemoryEstimate, TimeEstimate
+from megatron_cp.estimate.job import MemoryEstimate, TimeEstimate
+from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
 from megatron_cp.planner.packed import least_seconds, packed_time
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
@@ -24,51 +25,6 @@ _MOST_SHOWN = 12  # layouts that do not fit
 _MOST_SIMULATED = 40  # layouts whose packs are scheduled, which takes a tenth of a second
 _MOST_CHECKED = 40  # further layouts that the rules are asked about
 _MOST_BASES = 100  # of which all that saves memory is estimated
-
-
-@dataclass(frozen=True)
-class Models:
-    """What estimates a step's memory and time."""
-
-    memory: Callable[[Job], MemoryEstimate]
-    time: Callable[[Job], TimeEstimate]
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """A layout with its estimates; ``time`` is that of a GPU with memory enough where it does not fit."""
-
-    settings: Settings
-    memory: MemoryEstimate
-    time: TimeEstimate
-
-    @property
-    def order(self) -> tuple[float, float, str]:
-        return self.time.seconds, self.memory.total, str(self.settings)
-
-
-@dataclass(frozen=True)
-class TooLarge:
-    """A layout that does not fit, with the settings of a like one that does; None where none does."""
-
-    layout: Estimated
-    remedy: Settings | None
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found. The rules accept all of these layouts.
-
-    fitting: the fastest layout of each division of the ranks, fastest first.
-    frontier: layouts that are faster than all others that need as little memory; fastest first.
-    too_large: layouts that do not fit and would be fast, one of each division; fastest first.
-    examined: estimates that were made.
-    """
-
-    fitting: tuple[Estimated, ...]
-    frontier: tuple[Estimated, ...]
-    too_large: tuple[TooLarge, ...]
-    examined: int
 
 
 @dataclass(frozen=True)
@@ -241,11 +197,6 @@ class Search:
             if self._accepted(each.settings):
                 near = sorted((other.settings for other in fitting), key=_changes(each.settings))
                 yield TooLarge(each, remedy or next(iter(near), None))
-
-
-def changes(settings: Settings, other: Settings) -> Settings:
-    """Return the settings of ``other`` that differ."""
-    return {name: value for name, value in other.items() if settings.get(name) != value}
 
 
 def _changes(settings: Settings) -> Callable[[Settings], int]:

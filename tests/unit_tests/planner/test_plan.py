@@ -13,8 +13,9 @@ import pytest
 from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.planner.found import Models
 from megatron_cp.planner.request import Amount, amount, model_recipe
-from megatron_cp.planner.search import Models, Search
+from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Space, with_settings
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.job import job_of
