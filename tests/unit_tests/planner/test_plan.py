@@ -181,3 +181,12 @@ def test_a_thousand_gpus_take_seconds_and_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_folder_of_hugging_faces_format_is_planned_for(plan, tmp_path):
+    """Its config.json is enough."""
+    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=2048, num_hidden_layers=16)
+    config |= dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=131072)))
+    argv = ("--model", str(tmp_path), "--gpus", "4", "--gpu", "h100", "--global-batch-size", "8")
+    assert found(plan, *argv)["layouts"][0]["peak_bytes"] > 10e9
