@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a file"
     )
     add_gpus_per_node(parser)
-    parser.add_argument("--seq-length", "--seq_length", "-sl", type=amount, help="tokens of a sample: 131072 or 128K")
+    parser.add_argument("--seq-length", "-sl", type=amount, help="tokens of a sample: 131072 or 128K")
     batch = 'samples of a step, or tokens: 512, 4M or "4M tokens"'
     parser.add_argument("--global-batch-size", "--global_batch_size", "-gb", dest="batch", type=amount, help=batch)
     lengths = "samples of different lengths, packed: a file as of 'schedule', or a distribution"
