@@ -27,7 +27,7 @@ from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, secon
 from megatron_cp.config.flags import add_overrides
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
-from megatron_cp.estimate.flops import layers_with_parts
+from megatron_cp.estimate.flops import numbered_layer_types
 from megatron_cp.parallel.device import stop_distributed
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.packed.scheduling import device_name, model_cost

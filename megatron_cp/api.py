@@ -9,6 +9,8 @@ from megatron_cp.common.terminal import say
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.launch import launcher
 from megatron_cp.rules import Environment, check_or_raise, resolve_auto
+from megatron_cp.rules.memory import memory_line
+from megatron_cp.rules.remedies import Case
 
 if TYPE_CHECKING:
     from megatron_cp.training.loop import TrainResult
@@ -49,7 +51,11 @@ def prepared(config: RunConfig, gpus_per_node: int | None = None) -> RunConfig:
     config, choice = resolve_auto(config, world_size, gpus_per_node, environment)
     warnings = check_or_raise(config, world_size, gpus_per_node, environment)
     if launcher.is_first_rank():
-        say("\n".join([*([choice] if choice else []), *map(str, warnings)]), end="\n" if choice or warnings else "")
+        memory = (
+            memory_line(Case(config, world_size, gpus_per_node, environment)) if environment.gpu_memory_gib else None
+        )
+        lines = [*filter(None, [choice, memory]), *map(str, warnings)]
+        say("\n".join(lines), end="\n" if lines else "")
     launcher.add_variables(config.env_vars)  # before torch, which reads some as it is imported
     # Where a rank is lost we say so; torch would add a C++ stack for each rank and store operation.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -31,6 +31,7 @@ _MODULES = {
     "evaluate": ("megatron_cp.cli.evaluate", "measure the loss of a checkpoint on held-out data"),
     "recipes": ("megatron_cp.cli.recipes", "list the recipes"),
     "validate": ("megatron_cp.cli.validate", "check a recipe against every rule"),
+    "plan": ("megatron_cp.cli.plan", "find the layout of a model on so many GPUs: memory and time, estimated"),
     "preprocess": ("megatron_cp.cli.preprocess", "tokenize text into Megatron's .bin/.idx files"),
     "convert": ("megatron_cp.cli.convert", "convert weights from and to the Hugging Face format"),
     "verify": ("megatron_cp.cli.verify", "compare a layout's losses and gradients with a single rank"),

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(source: str) -> np.ndarray:
+def lengths_from(source: str) -> np.ndarray:
     """Read lengths from a file; ValueError if the file is invalid."""
     if source.endswith(".idx"):
         files = open_indexed(source)
@@ -141,7 +141,7 @@ def _lengths(args: argparse.Namespace) -> tuple[np.ndarray, int]:
     """Return the lengths to schedule, and the number cut to ``--longest``."""
     if args.distribution:
         return sample_lengths(args.distribution, args.count or 1024, args.longest or _LONGEST, args.seed), 0
-    lengths = _read(args.lengths)[: args.count]
+    lengths = lengths_from(args.lengths)[: args.count]
     if args.longest is None:
         return lengths, 0
     return np.minimum(lengths, args.longest), int((lengths > args.longest).sum())

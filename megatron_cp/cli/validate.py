@@ -11,9 +11,12 @@ from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, add_world_size, compose, parse
 from megatron_cp.config.recipes import to_yaml
+from megatron_cp.config.sections.training import TrainConfig
 from megatron_cp.data.summary import planned_line
 from megatron_cp.parallel.layout import group_lines, layout_of
 from megatron_cp.rules import Environment, check, resolve_auto
+from megatron_cp.rules.memory import memory_line
+from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import ranks_to_check
 
 
@@ -60,7 +63,9 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     data = planned_line(config.dataset, config.train.train_iters * config.train.global_batch_size)
-    say(f"# {config.recipe} on {world_size} ranks\n{data}", *([choice] if choice else []), sep="\n")
+    on_gpus = environment.device == "gpu"  # CPU ranks share the memory of their machine
+    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment)) if on_gpus else None
+    say(f"# {config.recipe} on {world_size} ranks\n{data}", *filter(None, [choice, memory]), sep="\n")
     with contextlib.suppress(ValueError):  # the violations below explain an impossible layout
         layout = layout_of(config.model, config.dist, world_size)
         say("\n".join(group_lines(layout)))
@@ -74,5 +79,12 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     if violations:
         say(format_violations(violations), file=sys.stderr)
     if not errors:
-        say(f"{'no errors' if violations else 'no setting breaks a rule'}; memory is not checked")
+        say(f"{'no errors' if violations else 'no setting breaks a rule'}; {_about_memory(environment, config.train)}")
     return EXIT_CONFIG if errors else EXIT_OK
+
+
+def _about_memory(environment: Environment, train: TrainConfig) -> str:
+    """What of memory was checked, for the last line."""
+    if not environment.gpu_memory_gib:
+        return "memory is not checked"
+    return "the estimated memory fits" if train.check_memory else "memory is not checked (--no-memory-check)"

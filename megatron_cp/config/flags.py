@@ -23,6 +23,9 @@ def add_recipe(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[], help="merge over the recipe")
     group = parser.add_argument_group("flags for frequent settings")
     for setting, flags in _flags().items():
+        if kind_of(RunConfig, setting) is bool:
+            group.add_argument(*flags, dest=setting, action="store_false", default=None, help=f"-> {setting}=false")
+            continue
         kind = next(kind for kind in alternatives(kind_of(RunConfig, setting)) if kind in (int, float, str))
         names = dict.fromkeys(name for flag in flags for name in (flag, f"{flag[:2]}{flag[2:].replace('_', '-')}"))
         group.add_argument(*names, dest=setting, type=kind, metavar=kind.__name__, help=f"-> {setting}")

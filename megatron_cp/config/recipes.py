@@ -84,6 +84,11 @@ def list_recipes() -> dict[str, str]:
     return found
 
 
+def list_models() -> list[str]:
+    """Names of the published models that come with the package."""
+    return sorted(path.stem for path in _library("configs/model").glob("*.yaml"))
+
+
 def load_recipe(
     name_or_path: str | Path,
     overrides: Sequence[str] | str = (),

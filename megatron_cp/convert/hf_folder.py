@@ -19,11 +19,13 @@ from torch import Tensor
 from megatron_cp.common import input_files
 from megatron_cp.common.atomic_files import written_aside
 from megatron_cp.common.errors import ConfigError, RuntimeFault
+from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.sizes import check_sizes
-from megatron_cp.models.families import FAMILIES
+from megatron_cp.models.families import FAMILIES, model_from_hf
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_LARGEST = 2**24  # size in a config.json without weights
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a tokenizer is read from, and what says how to generate with the model.
 _COMPANIONS = (
@@ -40,11 +42,22 @@ _COMPANIONS = (
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def read_model(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder's model that differ from the defaults; reads ``config.json`` alone.
+
+    Raises:
+        ConfigError: as :func:`read_config` does.
+    """
+    _, model = model_from_hf(read_config(folder, None))
+    return {name: value for name, value in vars(model).items() if value != getattr(ModelConfig(), name)}
+
+
+def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> dict[str, Any]:
     """A folder's ``config.json``, with the defaults of the family's own class in Hugging Face's library.
 
     Args:
-        shapes: of the weights, by the tensors' names: the library makes lists as long as the settings say.
+        shapes: of the weights, by the tensors' names: the library makes lists as long as the settings say. Sizes of
+            folders without weights (None) are only kept from being absurd.
 
     Raises:
         ConfigError: there is none, it cannot be read, it is of a family that has no counterpart, or its sizes are
@@ -52,7 +65,10 @@ def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """
     written = read_json(folder / "config.json")
     _check_family(folder, written.get("model_type"))
-    check_sizes(written, shapes)
+    if shapes is None and any(type(value) is int and value > _LARGEST for value in written.values()):
+        raise ConfigError(f"{folder / 'config.json'} has a size above {_LARGEST}. Fix: {_fetch(folder)}")
+    if shapes is not None:
+        check_sizes(written, shapes)
     from transformers import AutoConfig
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the file
@@ -63,7 +79,8 @@ def read_config(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     except Exception as error:  # of many kinds, whatever a value is used for first
         raise ConfigError(f"{folder / 'config.json'} cannot be read as a model's: {_in_a_line(error)}") from error
     _check_family(folder, values.get("model_type"))  # some settings make it another one's
-    check_sizes(values, shapes)  # once more by the names that all families share, and with the defaults
+    if shapes is not None:
+        check_sizes(values, shapes)  # once more by the names that all families share, and with the defaults
     return values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.device import Device
-from megatron_cp.estimate.flops import layers_with_parts, pairs_of_samples, training_flops
+from megatron_cp.estimate.flops import numbered_layer_types, pairs_of_samples, training_flops
 from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.keys import model_key
 from megatron_cp.estimate.links import Links
@@ -93,7 +93,7 @@ def _rank(job: Job, device: Device, links: Links) -> Rank:
     square = float(sum(length * length for length in documents))
     key = (*model_key(model), documents)
     if key not in _PAIRS:
-        attending = sum("*" in parts for _, parts in layers_with_parts(model))
+        attending = sum("*" in parts for _, parts in numbered_layer_types(model))
         whole = sum(pairs_of_samples(model, documents).tolist())
         _PAIRS[key] = whole / attending if attending else 0.0
     return Rank(
@@ -115,7 +115,7 @@ def _rank(job: Job, device: Device, links: Links) -> Rank:
 
 def _stages(job: Job, rank: Rank) -> list[Stage]:
     model = job.model
-    parts = {part: work_of(model, rank, part) for part in model.parts}
+    parts = {part: work_of(model, rank, part) for part in model.layer_letters}
     loss = loss_work(model, rank, padded_vocab_size(model, job.vocab_size))
     made: dict[tuple[Any, ...], Stage] = {}
     found = []
@@ -135,10 +135,10 @@ def _stage(
     model = job.model
     forward = backward = again = NOTHING
     weights = expert_weights = 0.0
-    share = _recomputed_share(model, sum(letters.values()) / max(1, len(model.layer_parts[0])))
+    share = _recomputed_share(model, sum(letters.values()) / max(1, len(model.layer_types[0])))
     counts = Counter(letters)
     if loss is not None:
-        for letter in model.layer_parts[-1] * (model.mtp_num_layers or 0) if model.architecture == "gpt" else "":
+        for letter in model.layer_types[-1] * (model.mtp_num_layers or 0) if model.architecture == "gpt" else "":
             counts[letter] += 1
         times = 1 + (model.mtp_num_layers or 0)
         forward, backward = forward.plus(loss.forward, times), backward.plus(loss.backward, times)
@@ -167,7 +167,7 @@ def _layers_of_stages(model: ModelConfig) -> list[Mapping[str, int]]:
     """How many parts of each kind each stage has; where layers do not divide, as evenly as can be."""
     key = model_key(model)
     if key not in _STAGES:
-        layers = model.layer_parts
+        layers = model.layer_types
         try:
             stages = [[parts for chunk in chunks for parts in chunk] for chunks in chunks_of_stages(model)]
         except ValueError:

@@ -11,13 +11,24 @@ from megatron_cp.common.errors import ConfigError, Violation
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.schema import build
 from megatron_cp.rules import checks  # noqa: F401 - registers all rules
-from megatron_cp.rules.base import RULES, Context, Example, Rule, order
+from megatron_cp.rules.base import RULES, SECTIONS, Context, Example, Rule, order
 from megatron_cp.rules.checks.parallel.sizes import oversized
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case, keep_working_fixes
 from megatron_cp.rules.resolve import resolve_auto
 
-__all__ = ["RULES", "Environment", "Example", "Rule", "Violation", "check", "check_or_raise", "checked", "resolve_auto"]
+__all__ = [
+    "RULES",
+    "Environment",
+    "Example",
+    "Rule",
+    "Violation",
+    "check",
+    "check_or_raise",
+    "checked",
+    "refusal",
+    "resolve_auto",
+]
 
 
 def check(
@@ -60,6 +71,14 @@ def _violations(case: Case) -> list[Violation]:
     context = Context(**vars(replace(case, config=config)))
     found = [violation for id in sorted(RULES, key=order) for violation in RULES[id].violations(context)]
     return sorted(found, key=lambda violation: violation.severity != "error")
+
+
+def refusal(case: Case, sections: str = "".join(SECTIONS)) -> Violation | None:
+    """Return the first error that a case of the right types has under the rules of some sections, its fixes untried."""
+    context = Context(**vars(case))
+    rules = (rule for id, rule in RULES.items() if id[0] in sections)
+    found = (violation for rule in rules for violation in rule.violations(context))
+    return next((violation for violation in found if violation.severity == "error"), None)
 
 
 def checked(config: RunConfig, world_size: int, gpus_per_node: int | None = None) -> RunConfig:

@@ -34,6 +34,7 @@ class Environment:
     device: Literal["gpu", "cpu"] = "cpu"
     gpus_per_node: int | None = None
     compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
+    gpu_memory_gib: float | None = None  # of the GPU that has least
     transformer_engine: str | None = None
     flash_attn: str | None = None
     mamba_ssm: str | None = None
@@ -53,6 +54,7 @@ class Environment:
             device="gpu" if gpus else "cpu",
             gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only one GPU
             compute_capability=capability,
+            gpu_memory_gib=_gpu_memory() if gpus else None,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
             mamba_ssm=installed_version("mamba-ssm"),
@@ -106,6 +108,7 @@ PRESETS = {
         device="gpu",
         gpus_per_node=8,
         compute_capability=9.0,
+        gpu_memory_gib=80.0,
         transformer_engine="2.17.1",
         flash_attn="2.8.3",
         mamba_ssm="2.3.2.post1",
@@ -142,3 +145,9 @@ def _gpus() -> tuple[int, float | None]:
         return 0, None
     number = len(driver.gpus)
     return number if visible is None else min(number, len(visible.split(","))), driver.gpus[0].compute_capability
+
+
+def _gpu_memory() -> float | None:
+    """GiB of the GPU that has least; None where the driver does not say."""
+    driver = read_driver()
+    return min(gpu.memory for gpu in driver.gpus) / 2**30 if driver and driver.gpus else None

@@ -28,6 +28,9 @@ class TrainConfig:
     loss_spike_factor: float | None = positive(
         10.0, "report losses this many standard deviations above the mean; null: off"
     )
+    check_memory: bool = setting(
+        True, "refuse a run whose estimated peak memory exceeds a GPU's", flags="--no-memory-check"
+    )
     manual_gc: bool = setting(False, "run Python's garbage collector between steps only")
     manual_gc_interval: int = setting(
         0, "with manual_gc: steps between collections; 0: never", least=0, when=equals("train.manual_gc", True)

@@ -62,7 +62,7 @@ def mtp_depths(model: ModelConfig) -> list[tuple[str, ...]]:
     if model.architecture == "hybrid":
         return [tuple(layers) for layers in (model.hybrid_layer_pattern or "").split("/")[1:]]
     depths = 1 if model.mtp_use_repeated_layer and model.mtp_num_layers else model.mtp_num_layers or 0
-    return [model.layer_parts[-1:]] * depths
+    return [model.layer_types[-1:]] * depths
 
 
 def _norm(model: ModelConfig, width: int | None = None) -> list[Parameter]:

@@ -7,7 +7,7 @@ from collections import Counter
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 
-Chunk = tuple[str, ...]  # the parts of each layer, as ``model.layer_parts``
+Chunk = tuple[str, ...]  # the parts of each layer, as ``model.layer_types``
 
 
 def chunks_of_stages(model: ModelConfig) -> list[list[Chunk]]:
@@ -24,7 +24,7 @@ def chunks_of_stages(model: ModelConfig) -> list[list[Chunk]]:
         counts = [_layers_of_stage(model, stage) // virtual for stage in range(pp)] * virtual
         counts[0] -= model.account_for_embedding_in_pipeline_split
         counts[-1] -= model.account_for_loss_in_pipeline_split
-        parts, start, places = model.layer_parts, 0, []
+        parts, start, places = model.layer_types, 0, []
         for count in counts:
             places.append(parts[start : start + count])
             start += count

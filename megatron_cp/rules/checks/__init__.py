@@ -14,4 +14,13 @@ from megatron_cp.rules.checks.model import (
     positions,
 )
 from megatron_cp.rules.checks.parallel import context_parallel, groups, packing, sequence, sizes, stages
-from megatron_cp.rules.checks.run import checkpointing, data, logging, optimizer, recomputation, settings, variables
+from megatron_cp.rules.checks.run import (
+    checkpointing,
+    data,
+    logging,
+    memory,
+    optimizer,
+    recomputation,
+    settings,
+    variables,
+)

@@ -53,19 +53,20 @@ PARAMETERS = {
 }
 
 # Megatron-Bridge's pretraining recipes: world size, tp, pp, vpp, cp, sequence parallel, sequence length.
+# The world size is ours where the estimated peak of Bridge's (2, 2, 32 and 256 GPUs) does not fit 80 GiB.
 LAYOUTS = {
     "llama32_1b_pretrain_config": (1, 1, 1, None, 1, False, 8192),
     "llama32_3b_pretrain_config": (1, 1, 1, None, 1, False, 8192),
-    "llama3_8b_pretrain_config": (2, 1, 1, None, 2, False, 8192),
+    "llama3_8b_pretrain_config": (8, 1, 1, None, 2, False, 8192),
     "llama3_8b_16k_pretrain_config": (16, 4, 2, None, 2, True, 16384),
     "llama3_8b_64k_pretrain_config": (32, 4, 2, None, 4, True, 65536),
     "llama3_8b_128k_pretrain_config": (64, 4, 2, None, 8, True, 131072),
     "llama3_70b_pretrain_config": (32, 4, 4, 5, 2, True, 8192),
     "llama3_70b_16k_pretrain_config": (32, 8, 2, None, 2, True, 16384),
     "llama3_70b_64k_pretrain_config": (256, 8, 4, None, 8, True, 65536),
-    "llama31_8b_pretrain_config": (2, 1, 1, None, 2, False, 8192),
-    "llama31_70b_pretrain_config": (32, 4, 4, 5, 2, True, 131072),
-    "llama31_405b_pretrain_config": (256, 8, 8, 2, 4, True, 131072),
+    "llama31_8b_pretrain_config": (8, 1, 1, None, 2, False, 8192),
+    "llama31_70b_pretrain_config": (128, 4, 4, 5, 2, True, 131072),
+    "llama31_405b_pretrain_config": (1024, 8, 8, 2, 4, True, 131072),
 }
 HIERARCHICAL = {
     "llama32_1b_pretrain_hcp_config": (4, [2, 2], 8192),

@@ -1,0 +1,246 @@
+"""``megatron-cp plan``: find the layout of a run on so many GPUs. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_cp.cli.schedule import lengths_from
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_cp.common.terminal import ArgumentParser, say
+from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, given, parse
+from megatron_cp.config.names import NAME
+from megatron_cp.config.overrides import override, quoted
+from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_of
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
+from megatron_cp.estimate.device import device_names, load_device
+from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.estimate.time import time_estimate
+from megatron_cp.parallel.layout import MOST_RANKS
+from megatron_cp.planner.figures import Figures, Setup
+from megatron_cp.planner.found import Estimated, Found, Models, changes
+from megatron_cp.planner.request import amount, environment_of, laid_over, model_recipe, samples
+from megatron_cp.planner.search import Search
+from megatron_cp.planner.space import Settings, Space, with_settings
+from megatron_cp.planner.table import details, not_fitting, ranking
+from megatron_cp.rules.memory import NEARLY_FULL, gib
+from megatron_cp.rules.remedies import Case
+
+_LENGTH, _BATCH = NAME.dataset.seq_length, NAME.train.global_batch_size
+_SHOWN_TOO_LARGE = 5
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        "megatron-cp plan",
+        description="Estimate memory and step time of the layouts of a model on so many GPUs, and rank them.",
+        epilog="example: megatron-cp plan --model llama3_8b --gpus 16 --gpu h100 --seq-length 128K "
+        '--global-batch-size "4M tokens" --plot plan.png --write my_run.yaml',
+        allow_abbrev=False,
+        conflict_handler="resolve",
+    )
+    add_recipe(parser, "whose model, data and optimizer stay as they are")
+    parser.set_defaults(**{_LENGTH: None, _BATCH: None})
+    parser.add_argument("--model", metavar="NAME|FOLDER", help="instead of a recipe: a published model, or its folder")
+
+    def count(most: int) -> Any:
+        def number(text: str) -> int:
+            if not 1 <= int(text) <= most:
+                raise argparse.ArgumentTypeError(f"{text}: must be at least 1 and at most {most:,}")
+            return int(text)
+
+        return number
+
+    parser.add_argument("--gpus", type=count(MOST_RANKS), required=True, help="how many there are")
+    parser.add_argument(
+        "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a file"
+    )
+    add_gpus_per_node(parser)
+    parser.add_argument("--seq-length", "-sl", type=amount, help="tokens of a sample: 131072 or 128K")
+    batch = 'samples of a step, or tokens: 512, 4M or "4M tokens"'
+    parser.add_argument("--global-batch-size", "--global_batch_size", "-gb", dest="batch", type=amount, help=batch)
+    lengths = "samples of different lengths, packed: a file as of 'schedule', or a distribution"
+    parser.add_argument(
+        "--lengths", metavar="FILE|DISTRIBUTION", help=f"{lengths} ({', '.join(sorted(DISTRIBUTIONS))})"
+    )
+    parser.add_argument("--top", type=count(1000), default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--detail", action="store_true", help="where time and memory go, of every layout shown")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--write", metavar="FILE.yaml", type=Path, help="write a recipe with the best layout")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw memory against time")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    args = parse(parser, argv)
+    if (args.recipe is None) == (args.model is None):
+        parser.error("give either --recipe or --model. Fix: --model llama3_8b, or a recipe of 'megatron-cp recipes'")
+    _check_files(parser, args)
+    device, begin = load_device(args.gpu), time.process_time()
+    node = args.gpus_per_node or min(device.gpus_per_node, args.gpus)
+    recipe, case, changed = _case(parser, args, environment_of(device, node), node)
+    fixed = set(_flat(parse_overrides(args.overrides))) | given(args).keys()
+    models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
+    usable = device.memory * NEARLY_FULL
+    base, train, model = _flat(case.config.given()), case.config.train, case.config.model
+    case = with_settings(case, {NAME.train.check_memory: False})  # the search says what does not fit, and by how much
+    lengths = _lengths(args, model.seq_length or 1, train.global_batch_size)
+    space = Space(case, fixed, node, lengths)
+    found = Search(space, usable, models).run(args.top)
+    tokens = sum(lengths) if lengths else train.global_batch_size * (model.seq_length or 0)
+    setup = Setup(device.name, args.gpus, node, device.memory, device.matmul_flops["bf16"], tokens)
+    if not found.fitting:
+        from megatron_cp.planner.limits import impossible
+
+        say(f"megatron-cp plan: {impossible(space, usable, models, device.name)}", file=sys.stderr)
+        return EXIT_CONFIG
+    seconds = time.process_time() - begin
+    best = changed | {
+        name: value for name, value in changes(base, found.fitting[0].settings).items() if name not in fixed
+    }
+    _show(args, setup, found, usable, best, seconds)
+    if args.write:
+        asked = given(args) | _flat(parse_overrides(args.overrides))
+        args.write.write_text(laid_over(recipe, best | asked, args.gpus))
+        say(f"wrote {args.write}: megatron-cp validate {args.write} --environment gpu", file=sys.stderr)
+    if args.plot:
+        from megatron_cp.planner.plot import write_png
+
+        write_png(args.plot, setup, found, usable, f"{case.config.recipe}, {model.seq_length:,} tokens a sample")
+        say(f"wrote {args.plot}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, ...] | None:
+    """The lengths of the samples of a global batch, where they differ.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    if args.lengths is None:
+        return None
+    if args.lengths in DISTRIBUTIONS:
+        return tuple(sample_lengths(args.lengths, count, longest).tolist())
+    try:
+        found = lengths_from(args.lengths)
+    except (OSError, ValueError) as error:
+        known = ", ".join(sorted(DISTRIBUTIONS))
+        raise ConfigError(
+            f"--lengths {args.lengths}: {error}. Fix: name a file of lengths, or one of {known}"
+        ) from error
+    return tuple(np.minimum(np.resize(found, count), longest).tolist())
+
+
+def _mean_length(args: argparse.Namespace, longest: int) -> float:
+    """Tokens of a sample, on average."""
+    drawn = _lengths(args, longest, 4096)
+    return longest if drawn is None else sum(drawn) / len(drawn)
+
+
+def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a file that cannot be written before any work."""
+    for option in ("write", "plot"):
+        path = getattr(args, option)
+        if path is not None and (not os.path.isdir(path.parent) or os.path.isdir(path)):
+            parser.error(f"--{option} {path}: its folder is not there, or it is a folder. Fix: --{option} {path.name}")
+    if args.write and args.write.suffix != ".yaml":
+        parser.error(f"--write {args.write}: a recipe's name ends in .yaml. Fix: --write {args.write.stem}.yaml")
+
+
+def _case(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, environment: Any, node: int
+) -> tuple[dict[str, Any], Case, Settings]:
+    """The recipe as it is written, the case that it comes to, and what the request changes of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = _recipe(args)
+        path = Path(folder) / f"{Path(args.recipe or args.model).stem}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        args.recipe = args.recipe or str(path)
+        config = compose(parser, args)
+        changed: Settings = {}
+        length = args.seq_length.number if args.seq_length else config.dataset.seq_length
+        if args.seq_length:
+            changed[_LENGTH] = length
+        if args.batch:
+            changed[_BATCH] = samples(args.batch, _mean_length(args, length))
+        longest, kind = config.model.max_position_embeddings or length, config.model.position_embedding_type
+        if args.lengths and not config.runs_packs:
+            changed[NAME.model.sequence_packing_scheduler] = "dp_balanced"
+        if length > longest and kind in ("rope", "none"):
+            changed[NAME.model.max_position_embeddings] = length
+        if changed:
+            config = compose(parser, args, *(override(name, value) for name, value in changed.items()))
+    return recipe, Case(config, args.gpus, node, environment), changed
+
+
+def _recipe(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe that the best layout is laid over, as ``--write`` writes it."""
+    if args.model and os.path.isdir(args.model):
+        from megatron_cp.convert.hf_folder import read_model  # torch, as Hugging Face's library needs
+
+        return {"defaults": [{"pretrain": "llama"}, "_self_"], "model": read_model(Path(args.model))}
+    if args.model:
+        return model_recipe(args.model)
+    if args.recipe in list_recipes():
+        return {"defaults": [args.recipe, "_self_"]}
+    from megatron_cp.config.recipes import load_recipe
+
+    return settings_of(load_recipe(args.recipe))
+
+
+def _flat(settings: dict[str, Any]) -> Settings:
+    """Settings by section as dotted names."""
+    sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+
+
+def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float) -> None:
+    """Print the plan."""
+
+    def figures(layout: Estimated) -> Figures:
+        return Figures(setup, layout)
+
+    overrides = [quoted(override(name, value)) for name, value in best.items()]
+    ranked = [figures(each) for each in found.fitting]
+    too_large = [
+        (figures(each.layout), [override(*item) for item in changes(each.layout.settings, each.remedy or {}).items()])
+        for each in found.too_large
+    ]
+    if args.json:
+        content = {
+            "gpu": setup.gpu,
+            "gpus": setup.gpus,
+            "gpus_per_node": setup.gpus_per_node,
+            "memory_bytes": setup.memory,
+            "usable_bytes": usable,
+            "tokens_per_step": setup.tokens,
+            "layouts": [each.as_dict() for each in ranked],
+            "frontier": [figures(each).as_dict() for each in found.frontier],
+            "too_large": [each.as_dict() | {"fits_with": fix} for each, fix in too_large],
+            "overrides": overrides,
+            "estimates": found.examined,
+            "seconds": seconds,
+        }
+        say(json.dumps(content, indent=2))
+        return
+    say(f"# {setup.gpus} {setup.gpu}, {setup.gpus_per_node} a node, {setup.tokens:,} tokens a step; estimates\n")
+    say(ranking(ranked))
+    for number, each in enumerate(ranked[: None if args.detail else 1], start=1):
+        say(f"\n{number}: {each.words}\n{details(each)}")
+    if too_large:
+        say(f"\n{not_fitting(too_large[:_SHOWN_TOO_LARGE], usable)}")
+    source = args.write or (f"--recipe {args.recipe}" if args.model is None else "--recipe FILE (of --write FILE.yaml)")
+    words = " ".join([*overrides, *map(quoted, args.overrides)]) if not args.write else ""
+    say(f"\nthe first: megatron-cp train {source} {words}".rstrip())
+    say(f"{found.examined} estimates in {seconds:.1f} s of CPU time; up to {gib(usable)} GiB a GPU are used")

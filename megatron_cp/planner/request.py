@@ -1,0 +1,87 @@
+"""What a user asks a plan for: a model, GPUs, a batch; and the case that it comes to. Pure."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.recipes import list_models
+from megatron_cp.config.schema import nearest_first
+from megatron_cp.estimate.device import Device
+from megatron_cp.rules.environment import PRESETS, Environment
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_CAPABILITIES = (("a100", 8.0), ("b", 10.0), ("gb", 10.0))  # by the beginning of a GPU's name; Hopper otherwise
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number of samples or of tokens."""
+
+    number: int
+    tokens: bool
+
+
+def amount(text: str) -> Amount:
+    """Read ``512`` (samples), ``4M`` or ``4194304 tokens``; K, M and G are powers of 1024.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]?)\s*(tokens?|samples?)?\s*", text, re.IGNORECASE)
+    number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    if not found or number < 1 or not number.is_integer():
+        raise ValueError(f"{text}: is no number of samples or tokens")
+    unit = (found[3] or "").lower()
+    return Amount(int(number), unit.startswith("token") or (bool(found[2]) and not unit))
+
+
+def samples(batch: Amount, length: float) -> int:
+    """Return the samples of a global batch of samples of ``length`` tokens on average."""
+    return max(1, round(batch.number / length)) if batch.tokens else batch.number
+
+
+def model_recipe(name: str) -> dict[str, Any]:
+    """Return a recipe of a published model.
+
+    Raises:
+        ConfigError: there is no such model; names the nearest.
+    """
+    known = {_letters(model): model for model in list_models()}
+    if (found := known.get(_letters(name))) is None:
+        near = known[nearest_first(_letters(name), known)[0]]
+        models = ", ".join(known.values())
+        raise ConfigError(f"--model {name}: unknown; known are {models}, or a folder. Fix: --model {near}")
+    return {"defaults": [{"pretrain": "llama"}, {"model": found}, "_self_"]}
+
+
+def _letters(name: str) -> str:
+    """A model's name without what publishers write in different ways: ``meta-llama/Llama-3.1-8B`` is ``llama318b``."""
+    return re.sub(r"[^a-z0-9]|^meta|^nvidia", "", name.rpartition("/")[2].lower())
+
+
+def environment_of(device: Device, gpus_per_node: int) -> Environment:
+    """Return the machine that rules are asked about: GPUs of a kind, with all packages."""
+    if device.name == "cpu":
+        return PRESETS["cpu"]
+    found = [capability for name, capability in _CAPABILITIES if device.name.lower().startswith(name)]
+    return replace(
+        PRESETS["gpu"],
+        gpus_per_node=gpus_per_node,
+        compute_capability=found[0] if found else 9.0,
+        gpu_memory_gib=device.memory / 2**30,
+    )
+
+
+def laid_over(recipe: dict[str, Any], settings: dict[str, Any], gpus: int) -> str:
+    """Return the text of a recipe with settings over its own."""
+    recipe = copy.deepcopy(recipe) | {"recipe_world_size": gpus}
+    for name, value in settings.items():
+        section, _, setting = name.partition(".")
+        recipe.setdefault(section, {})[setting] = value
+    return yaml.safe_dump(recipe, sort_keys=False)

@@ -1,0 +1,211 @@
+"""Rank the layouts of a space by estimated step time, among those that fit in memory and that the rules accept."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cp.attention.transports.registry import ALL_TO_ALL
+from megatron_cp.common.errors import Violation
+from megatron_cp.config.names import NAME
+from megatron_cp.estimate.job import MemoryEstimate, TimeEstimate
+from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
+from megatron_cp.planner.packed import least_seconds, packed_time
+from megatron_cp.planner.space import Settings, Space, with_settings
+from megatron_cp.rules import refusal
+from megatron_cp.rules.job import job_of
+from megatron_cp.rules.remedies import Case
+
+_WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
+_ATTENTION_RULES = "BCDE"  # sections that a group of attention's ranks decides by itself
+_MOST_SHOWN = 12  # layouts that do not fit
+_MOST_SIMULATED = 40  # layouts whose packs are scheduled, which takes a tenth of a second
+_MOST_CHECKED = 40  # further layouts that the rules are asked about
+_MOST_BASES = 100  # of which all that saves memory is estimated
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Layouts that differ in the transport and in what saves memory alone."""
+
+    settings: Settings
+    transports: tuple[Settings, ...]
+    steps: tuple[Settings, ...]
+
+    def at(self, step: int, transport: int = 0) -> Settings:
+        return self.settings | self.transports[transport] | self.steps[step]
+
+    @property
+    def division(self) -> tuple[Any, ...]:
+        return tuple(self.settings[name] for name in DIVISION)
+
+
+class Search:
+    """A search of one space.
+
+    Args:
+        capacity: bytes of a GPU that may be used.
+    """
+
+    def __init__(self, space: Space, capacity: float, models: Models) -> None:
+        self._space, self._capacity, self._models = space, capacity, models
+        self._examined = self._simulated = 0
+        self.refused: Violation | None = None  # the last error of a layout
+        self._usable: dict[tuple[Any, ...], bool] = {}
+        self._count = itertools.count()
+
+    def run(self, count: int) -> Found:
+        """Find the ``count`` fastest layouts, and what else is worth knowing.
+
+        A layout waits in the queue with the least time that it can have: at first without what saves memory, and with
+        a transport that costs nothing. What the search pays for memory and for a transport it learns as its turn comes.
+        """
+        queue: list[tuple[float, int, _Base, int, int]] = []
+
+        def wait(seconds: float, base: _Base, step: int = -1, transport: int = 0) -> None:
+            heapq.heappush(queue, (seconds, next(self._count), base, step, transport))
+
+        for base in self._bases():
+            wait(self._least_seconds(base), base)
+        fitting: dict[tuple[Any, ...], Estimated] = {}
+        bases: list[_Base] = []
+        too_large: list[tuple[Settings, Settings | None]] = []
+        while queue and len(fitting) < count and not (fitting and self._simulated >= _MOST_SIMULATED):
+            _, _, base, step, transport = heapq.heappop(queue)
+            if base.division in fitting:
+                continue
+            if step < 0:
+                first = self._first_that_fits(base)
+                if first is None:
+                    too_large.append((base.at(-1), None))
+                    continue
+                if first > 0:
+                    too_large.append((base.at(first - 1), base.at(first)))
+                bases.append(base)
+                for number in range(len(base.transports)):
+                    wait(self._time(base.at(first, number)).seconds, base, first, number)
+                continue
+            found = self.estimate(base.at(step, transport))
+            if found.memory.total > self._capacity:  # with this transport's buffers
+                if step + 1 < len(base.steps):
+                    wait(self._time(base.at(step + 1, transport)).seconds, base, step + 1, transport)
+            elif self._accepted(found.settings):
+                fitting[base.division] = found
+        ranked = tuple(sorted(fitting.values(), key=lambda each: each.order))
+        return Found(
+            ranked,
+            tuple(self._frontier(ranked, bases)),
+            tuple(self._too_large(too_large, ranked)),
+            self._examined,
+        )
+
+    def smallest(self) -> Estimated | None:
+        """Return the layout that needs least memory, of those that the rules accept."""
+        needs = [(self._memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
+        thrifty = (base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2]))
+        return next((self.estimate(found) for found in thrifty if self._accepted(found)), None)
+
+    def estimate(self, settings: Settings) -> Estimated:
+        """Estimate memory and time of a layout."""
+        return Estimated(settings, self._memory(settings), self._time(settings))
+
+    def _bases(self) -> Iterator[_Base]:
+        for grid in self._space.grids():
+            transports = tuple(each for each in self._space.transports(grid) if self._can_use(grid, each))
+            for schedule in self._space.schedules(grid) if transports else ():
+                yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
+
+    def _least_seconds(self, base: _Base) -> float:
+        """The time with memory enough, and with a transport that costs nothing and leaves attention whole."""
+        whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
+        if self._space.lengths is not None:
+            self._examined += 1
+            return least_seconds(self._case(base.at(0) | whole), self._space.lengths, self._models.time)
+        time = self._time(base.at(0) | whole)
+        return time.seconds - time.kinds.get("exposed cp", 0.0)
+
+    def _first_that_fits(self, base: _Base) -> int | None:
+        """The first step of saving memory that fits."""
+        if self._memory(base.at(-1)).total > self._capacity:
+            return None
+        steps = range(len(base.steps) - 1)
+        fitting = (step for step in steps if self._memory(base.at(step)).total <= self._capacity)
+        return next(fitting, len(base.steps) - 1)
+
+    def _can_use(self, grid: Settings, transport: Settings) -> bool:
+        """Whether attention's ranks can use a transport, whatever else the layout is."""
+        tp, cp = grid[NAME.model.tensor_model_parallel_size], grid[NAME.model.context_parallel_size]
+        key = (tp, cp, *map(str, transport.values()))
+        if key not in self._usable:
+            alone = {NAME.model.pipeline_model_parallel_size: 1, NAME.model.expert_model_parallel_size: 1}
+            alone |= {NAME.train.micro_batch_size: 1, NAME.model.virtual_pipeline_model_parallel_size: None}
+            case = replace(with_settings(self._space.case, grid | alone | transport), world_size=tp * cp)
+            self._usable[key] = refusal(case, _ATTENTION_RULES) is None
+        return self._usable[key]
+
+    def _case(self, settings: Settings) -> Case:
+        return with_settings(self._space.case, settings)
+
+    def _memory(self, settings: Settings) -> MemoryEstimate:
+        self._examined += 1
+        job = job_of(self._case(settings))
+        assert job is not None  # the request has a vocabulary
+        return self._models.memory(job)
+
+    def _time(self, settings: Settings) -> TimeEstimate:
+        self._examined += 1
+        case, lengths = self._case(settings), self._space.lengths
+        if lengths is not None:
+            self._simulated += 1
+            return packed_time(case, lengths, self._models.time)
+        job = job_of(case)
+        assert job is not None
+        return self._models.time(job)
+
+    def _accepted(self, settings: Settings) -> bool:
+        refused = refusal(self._case(settings))
+        self.refused = refused or self.refused
+        return refused is None
+
+    def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
+        """Walk from the fastest to slower layouts, and keep those that need less memory than all before."""
+        accepted, checked, least = {str(each.settings) for each in fitting}, 0, 0.99 * self._capacity
+        more = [self.estimate(base.at(step)) for base in bases[:_MOST_BASES] for step in range(len(base.steps))]
+        for each in sorted([*fitting, *more], key=lambda each: each.order):
+            if each.memory.total >= 0.98 * least or checked == _MOST_CHECKED:
+                continue
+            if str(each.settings) not in accepted:
+                checked += 1
+                if not self._accepted(each.settings):
+                    continue
+            least = each.memory.total
+            yield each
+
+    def _too_large(
+        self, found: Sequence[tuple[Settings, Settings | None]], fitting: Sequence[Estimated]
+    ) -> Iterator[TooLarge]:
+        seen: set[tuple[Any, ...]] = set()
+        estimated = [(self.estimate(settings), remedy) for settings, remedy in found[:_MOST_BASES]]
+        for each, remedy in sorted(estimated, key=lambda pair: pair[0].order):
+            division = tuple(each.settings[name] for name in DIVISION)
+            if division in seen or len(seen) == _MOST_SHOWN:
+                continue
+            seen.add(division)
+            if self._accepted(each.settings):
+                near = sorted((other.settings for other in fitting), key=_changes(each.settings))
+                yield TooLarge(each, remedy or next(iter(near), None))
+
+
+def _changes(settings: Settings) -> Callable[[Settings], int]:
+    return lambda other: len(changes(settings, other))
+
+
+DIVISION = (
+    NAME.model.tensor_model_parallel_size,
+    NAME.model.pipeline_model_parallel_size,
+    NAME.model.context_parallel_size,
+    NAME.model.expert_model_parallel_size,
+)

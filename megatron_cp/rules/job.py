@@ -1,0 +1,43 @@
+"""The training step that a case describes, as estimates of memory and time take it. Pure."""
+
+from __future__ import annotations
+
+from megatron_cp.estimate.job import Gemm, Job
+from megatron_cp.models.vocabulary import known_vocab_size
+from megatron_cp.parallel.layout import layout_of
+from megatron_cp.rules.remedies import Case
+
+
+def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
+    """Return the step of a finalized configuration; None where only a tokenizer's file has the vocabulary size.
+
+    Args:
+        lengths: documents of a typical packed microbatch; by default one that is as long as a group's ranks may hold.
+
+    Raises:
+        ValueError: the layout is impossible.
+    """
+    config, model = case.config, case.config.model
+    vocab_size = known_vocab_size(model, config.tokenizer)
+    if vocab_size is None:
+        return None
+    packed = model.sequence_packing_scheduler is not None
+    if packed and lengths is None:
+        lengths = ((model.max_seqlen_per_dp_cp_rank or model.tokens_per_rank) * model.context_parallel_size,)
+    return Job(
+        model,
+        config.optimizer,
+        config.ddp,
+        layout_of(model, config.dist, case.world_size),
+        config.train.micro_batch_size,
+        config.train.global_batch_size,
+        vocab_size,
+        _gemm(case),
+        lengths if packed else None,
+    )
+
+
+def _gemm(case: Case) -> Gemm:
+    precision = case.config.mixed_precision
+    half = precision.bf16 or precision.fp16
+    return "fp32" if precision.fp32 or (case.environment.device == "cpu" and not half) else "bf16"

@@ -1,0 +1,192 @@
+"""``megatron-cp plan`` as a user types it: what is ranked, what is refused, and that its words work."""
+
+import dataclasses
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron_cp import cli
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.planner.found import Models
+from megatron_cp.planner.request import Amount, amount, model_recipe
+from megatron_cp.planner.search import Search
+from megatron_cp.planner.space import Space, with_settings
+from megatron_cp.rules import Environment, check
+from megatron_cp.rules.job import job_of
+from megatron_cp.rules.remedies import Case, with_overrides
+
+RECIPE = "llama3_8b_128k_pretrain_config"
+SMALL = ("--model", "llama32_1b", "--gpus", "4", "--gpu", "h100", "--global-batch-size", "8")
+
+
+@pytest.fixture
+def plan(capsys):
+    def run(*argv):
+        code = cli.main(["plan", *argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def found(plan, *argv):
+    code, out, err = plan(*argv, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_layouts_are_ranked_and_the_rules_accept_them_as_they_are_pasted(plan):
+    plans = found(plan, "--recipe", RECIPE, "--gpus", "16", "--gpu", "h100", "--top", "4")
+    seconds = [each["seconds"] for each in plans["layouts"]]
+    assert seconds == sorted(seconds) and len(seconds) == 4
+    environment = dataclasses.replace(Environment.of("gpu"), gpus_per_node=plans["gpus_per_node"])
+    base = load_recipe(RECIPE)
+    for number, each in enumerate(plans["layouts"]):
+        words = shlex.split(" ".join(plans["overrides"])) if number == 0 else words_of(base, each["settings"])
+        config = with_overrides(base, words)
+        assert check(config, 16, 8, environment) == []
+        assert memory_estimate(job_of(Case(config, 16, 8, environment))).total == pytest.approx(each["peak_bytes"])
+        assert sum(each["seconds_by_kind"].values()) == pytest.approx(each["seconds"])
+        assert each["peak_bytes"] <= plans["usable_bytes"]
+        assert each["mfu"] < 1
+
+
+def words_of(base, settings):
+    return [
+        f"{name}={json.dumps(value) if not isinstance(value, str) else value}"
+        for name, value in settings.items()
+        if value != base.value_at(name) and value is not None
+    ] + [f"{name}=null" for name, value in settings.items() if value is None and base.value_at(name) is not None]
+
+
+def test_the_search_finds_what_trying_everything_finds():
+    """The queue of least times leaves nothing faster out."""
+    config = load_recipe("llama32_1b_pretrain_config", ["train.global_batch_size=16", "train.check_memory=false"])
+    case = Case(config, 8, 4, dataclasses.replace(Environment.of("gpu"), gpus_per_node=4))
+    from megatron_cp.estimate.device import load_device
+    from megatron_cp.estimate.time import time_estimate
+
+    device = load_device("h100")
+    models = Models(memory_estimate, lambda job: time_estimate(job, device, 4))
+    space, capacity = Space(case, (), 4), 30e9
+    search = Search(space, capacity, models)
+    best = search.run(1).fitting[0]
+    for grid in itertools.islice(space.grids(), 0, None, 3):
+        for schedule, transport in itertools.product(space.schedules(grid), space.transports(grid)):
+            for step in space.savings(grid, schedule):
+                settings = grid | schedule | transport | step
+                if models.time(job_of(with_settings(case, settings))).seconds < 0.999 * best.time.seconds:
+                    tried = with_settings(case, settings)
+                    is_refused = any(each.severity == "error" for each in check(tried.config, 8, 4, tried.environment))
+                    assert is_refused or search.estimate(settings).memory.total > capacity, settings
+
+
+def test_what_the_user_fixes_stays(plan):
+    plans = found(plan, *SMALL, "model.tensor_model_parallel_size=2", "model.recompute_granularity=null", "-cp", "2")
+    assert {each["settings"]["model.tensor_model_parallel_size"] for each in plans["layouts"]} == {2}
+    assert {each["settings"]["model.context_parallel_size"] for each in plans["layouts"]} == {2}
+    assert {each["settings"]["model.recompute_granularity"] for each in plans["layouts"]} == {None}
+
+
+def test_the_table_says_what_limits_what_does_not_fit_and_what_to_type(plan):
+    code, out, _ = plan(*SMALL, "--seq-length", "64K", "model.tensor_model_parallel_size=1")
+    assert code == 0
+    assert "tokens/s/GPU" in out and "limited by" in out and "time:   " in out and "GiB:    " in out
+    assert "too much, GiB" in out and "fits with" in out
+    assert "dataset.seq_length=65536" in out.splitlines()[-2]
+
+
+def test_a_written_recipe_is_what_was_planned(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, err = plan(*SMALL, "--write", "my_run.yaml", "-tp", "2", "optimizer.lr=0.001")
+    assert "my_run.yaml" in err
+    config = load_recipe("my_run.yaml")
+    assert (config.recipe_world_size, config.optimizer.lr, config.model.tensor_model_parallel_size) == (4, 0.001, 2)
+    assert check(config, 4, 4, "gpu") == []
+
+
+def test_the_picture_is_written(plan, tmp_path):
+    path = tmp_path / "plan.png"
+    assert plan(*SMALL, "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+
+
+def test_uneven_samples_are_packed_and_dynamic_cp_is_considered(plan, tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["512"] * 60 + ["65536"] * 2))
+    command = ("--model", "llama32_1b", "--gpus", "8", "--gpu", "h100", "--seq-length", "64K")
+    plans = found(plan, *command, "--global-batch-size", "62", "--lengths", str(lengths), "--top", "3")
+    best = plans["layouts"][0]["settings"]
+    assert plans["tokens_per_step"] == 60 * 512 + 2 * 65536
+    assert best["model.dynamic_context_parallel"]  # a static group of eight would share samples of 512 tokens
+    base = ["model.sequence_packing_scheduler=dp_balanced", "model.dynamic_context_parallel=false"]
+    packed = found(plan, *command, "--global-batch-size", "62", "--lengths", str(lengths), "--top", "1", *base)
+    assert plans["layouts"][0]["seconds"] <= packed["layouts"][0]["seconds"]
+    assert not packed["layouts"][0]["settings"]["model.dynamic_context_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "lama3_8b", "--gpus", "8", "--gpu", "h100"), r"--model lama3_8b: .*Fix: --model llama3_8b"),
+        (("--model", "llama3_8b", "--gpus", "8", "--gpu", "h10"), r"h10.*Fix: --gpu h100"),
+        (("--model", "llama3_8b", "--gpus", "0", "--gpu", "h100"), "at least 1"),
+        (("--gpus", "8", "--gpu", "h100"), "either --recipe or --model"),
+        ((*SMALL, "--global-batch-size", "many"), "global-batch-size"),
+        ((*SMALL, "--lengths", "nowhere.txt"), r"--lengths nowhere.txt: .*Fix: "),
+        ((*SMALL, "--write", "no/such/folder/x.yaml"), r"Fix: --write x.yaml"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_2(plan, argv, message):
+    code, out, err = plan(*argv)
+    assert code == 2 and not out and re.search(message, err, re.DOTALL), err
+
+
+def test_an_impossible_request_says_what_would_work(plan):
+    command = ["--recipe", RECIPE, "--gpu", "h100", "train.global_batch_size=64"]
+    code, _, err = plan(*command, "--gpus", "2")
+    assert code == 2
+    gpus, length = re.search(r"Fix: --gpus (\d+), or --seq-length (\d+)", err).groups()
+    assert plan(*command, "--gpus", gpus)[0] == 0
+    assert plan(*command, "--gpus", "2", "--seq-length", length)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["llama31_8b", "Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "Llama 3.1 8B"])
+def test_a_model_is_found_by_what_people_call_it(name):
+    assert {"model": "llama31_8b"} in model_recipe(name)["defaults"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512", Amount(512, False)), ("4M", Amount(4 * 2**20, True)), ("4194304 tokens", Amount(2**22, True))],
+)
+def test_a_batch_is_of_samples_or_of_tokens(text, expected):
+    assert amount(text) == expected
+
+
+def test_a_thousand_gpus_take_seconds_and_no_torch():
+    code = (
+        "import sys, time\n"
+        "from megatron_cp.cli.plan import main\n"
+        "begin = time.process_time()\n"
+        "main('--model llama3_70b --gpus 1024 --gpu h100 --global-batch-size 512 --json'.split())\n"
+        "assert time.process_time() - begin < 10, time.process_time() - begin\n"
+        "assert not {'torch', 'megatron.core'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_folder_of_hugging_faces_format_is_planned_for(plan, tmp_path):
+    """Its config.json is enough."""
+    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=2048, num_hidden_layers=16)
+    config |= dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=131072)))
+    argv = ("--model", str(tmp_path), "--gpus", "4", "--gpu", "h100", "--global-batch-size", "8")
+    assert found(plan, *argv)["layouts"][0]["peak_bytes"] > 10e9
