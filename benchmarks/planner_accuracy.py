@@ -202,7 +202,9 @@ def calibrated(rows: Sequence[Row], count: int) -> dict[str, tuple[Change, froze
         if seconds:
             by_source[row["source"]].append((seconds, row, job, device))
     found = {}
-    for source, measured in by_source.items():
+    for source, every in by_source.items():
+        common = Counter(each[3].name for each in every).most_common(1)[0][0]
+        measured = [each for each in every if each[3].name == common]  # others change as this one does
         if len(measured) <= 2 * count:
             continue
         measured.sort(key=lambda each: each[0] * each[2].layout.world_size)

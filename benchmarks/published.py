@@ -236,8 +236,9 @@ def number(row: Row, column: str, default: int | None = None) -> int:
         value = int(float(text))
     except (ValueError, OverflowError):
         raise Refused(f"{column}={text!r} is no number") from None
-    if value < 1:
-        raise Refused(f"{column}={text!r} is less than 1")
+    most = 10_000 if column in ("layers", "pp", "vpp") else 10**9
+    if not 1 <= value <= most:
+        raise Refused(f"{column}={text!r} is not between 1 and {most}")
     return value
 
 

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 from megatron_cp.config.model_config import ModelConfig
 
-_FIELDS = attrgetter(
-    "architecture",
-    "hybrid_layer_pattern",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "gated_linear_unit",
-    "attention_mask_type",
-    "window_size",
-    "window_attn_skip_freq",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "mtp_num_layers",
-    "mtp_use_repeated_layer",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
-
 
 def model_key(model: ModelConfig) -> tuple[Any, ...]:
     """What the operations and the pipeline stages of a model depend on."""
-    return tuple(tuple(value) if isinstance(value, list) else value for value in _FIELDS(model))
+    values = (
+        model.architecture,
+        model.hybrid_layer_pattern,
+        model.num_layers,
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.kv_channels,
+        model.gated_linear_unit,
+        model.attention_mask_type,
+        model.window_size,
+        model.window_attn_skip_freq,
+        model.multi_latent_attention,
+        model.q_lora_rank,
+        model.kv_lora_rank,
+        model.qk_head_dim,
+        model.qk_pos_emb_head_dim,
+        model.v_head_dim,
+        model.num_moe_experts,
+        model.moe_layer_freq,
+        model.moe_router_topk,
+        model.moe_ffn_hidden_size,
+        model.moe_latent_size,
+        model.moe_shared_expert_intermediate_size,
+        model.moe_shared_expert_gate,
+        model.mtp_num_layers,
+        model.mtp_use_repeated_layer,
+        model.mamba_state_dim,
+        model.mamba_head_dim,
+        model.mamba_num_groups,
+        model.mamba_num_heads,
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size,
+        model.account_for_embedding_in_pipeline_split,
+        model.account_for_loss_in_pipeline_split,
+        model.num_layers_in_first_pipeline_stage,
+        model.num_layers_in_last_pipeline_stage,
+    )
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
