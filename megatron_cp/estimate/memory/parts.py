@@ -10,24 +10,25 @@ from operator import attrgetter
 from types import ModuleType
 
 from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.config.names import NAME
 from megatron_cp.estimate.memory import local_layers, te_layers
 from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.platform import Platform
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
 
 # What a layer on its own does not depend on.
-_OF_STAGES = {
-    "num_layers",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "microbatch_group_size_per_vp_stage",
-    "seq_length",
-}
-_values = attrgetter(*(field.name for field in fields(ModelConfig) if field.name not in _OF_STAGES))
+_OF_STAGES = (
+    NAME.model.num_layers,
+    NAME.model.pipeline_model_parallel_size,
+    NAME.model.virtual_pipeline_model_parallel_size,
+    NAME.model.num_layers_in_first_pipeline_stage,
+    NAME.model.num_layers_in_last_pipeline_stage,
+    NAME.model.account_for_embedding_in_pipeline_split,
+    NAME.model.account_for_loss_in_pipeline_split,
+    NAME.model.microbatch_group_size_per_vp_stage,
+    NAME.model.seq_length,
+)
+_values = attrgetter(*(field.name for field in fields(ModelConfig) if f"model.{field.name}" not in _OF_STAGES))
 
 
 class LayerSettings:
