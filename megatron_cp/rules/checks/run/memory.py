@@ -37,7 +37,7 @@ def memory_fits(c: Context) -> Iterator[Finding]:
     note = "or 'megatron-cp plan' finds layouts that fit" if too_large else "silences this warning"
     skip = f"{NAME.train.check_memory}=false ({note})"
     severity: Severity = "error" if too_large else "warning"
-    yield Finding("memory", shown(peak, memory), *_savings(c, memory), skip, severity=severity)
+    yield Finding(NAME.train.check_memory, shown(peak, memory), *_savings(c, memory), skip, severity=severity)
 
 
 def _savings(c: Context, memory: float) -> Iterator[str]:
