@@ -109,7 +109,7 @@ def test_samples_are_as_long_as_one_rank_holds_and_the_comment_lengthens_them(tm
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     comment = " ".join(text.replace("\n  #", "").split())
-    found = re.search(r"For those: (.*) \((\d+) tokens on each of (\d+) ranks\)", comment)
+    found = re.search(r"For the maximum: (.*) \((\d+) tokens on each of (\d+) ranks\)", comment)
     if longest == length:
         assert found is None and f"{length} tokens are the most" in comment
         return
