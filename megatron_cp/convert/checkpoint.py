@@ -160,7 +160,7 @@ def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str
             raise ConfigError(f"{name}: has numbers too large for float16. Fix: --torch-dtype {before}")
 
 
-def undivided(config: RunConfig, dtype: str) -> RunConfig:
+def single_rank_config(config: RunConfig, dtype: str) -> RunConfig:
     """Return the finalized configuration of the model on a single rank.
 
     ``dtype`` is torch's name, such as "bfloat16".

@@ -13,7 +13,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.common.interpolation import looked_up
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, single_rank_config, whole_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import hf_from_model
@@ -39,7 +39,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     trained, rows = found.config, found.vocabulary_rows
     family, values = hf_from_model(trained.model, rows)
     dtype = dtype or found.dtype
-    config = undivided(trained, dtype)
+    config = single_rank_config(trained, dtype)
     config.model.vocab_size = config.model.make_vocab_size_divisible_by = rows
     config.model.mtp_num_layers = None
     config.model.hybrid_layer_pattern = layers_of(trained.model.hybrid_layer_pattern) or None

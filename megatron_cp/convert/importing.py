@@ -13,7 +13,7 @@ from megatron_cp.common.errors import ConfigError, DataError, shown
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, single_rank_config, whole_model
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.recipe import continued_pretraining
 from megatron_cp.data.text.tokenizers import build_tokenizer
@@ -54,7 +54,7 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
         config = from_settings(recipe.settings())
         check_or_raise(config, 1, None, Environment.of("cpu"))
-        config = undivided(config, dtype)
+        config = single_rank_config(config, dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:
             _check_fits(shapes_alone, published, family.weights, mtp)
         with whole_model(config) as whole:

@@ -42,7 +42,7 @@ class IndexedFiles:
     stamp: tuple[int, int, int]  # bytes of .bin, bytes of .idx, modification time of .idx in ns
 
 
-def _instead_of(prefix: str) -> str:
+def _nearest_pair(prefix: str) -> str:
     """Return the setting with the nearest pair in the folder of a missing one."""
     folder = Path(prefix).parent
     pairs = [str(path.with_suffix("")) for path in folder.glob("*.idx")] if os.path.isdir(folder) else []
@@ -66,7 +66,7 @@ def open_indexed(prefix: str) -> IndexedFiles:
     bin_path, idx_path = prefix + ".bin", prefix + ".idx"
     missing = [path for path in (bin_path, idx_path) if not os.path.isfile(path)]
     if missing:
-        raise DataError(f"{' and '.join(missing)}: no such file. Fix: {_instead_of(prefix)}")
+        raise DataError(f"{' and '.join(missing)}: no such file. Fix: {_nearest_pair(prefix)}")
     try:
         with open(idx_path, "rb") as file:
             head = file.read(_HEADER.size)
@@ -146,7 +146,7 @@ def tokens_between(files: IndexedFiles, first: int, last: int) -> int:
     return int(end - begin)
 
 
-def first_ends(files: IndexedFiles) -> tuple[int, ...]:
+def first_end_tokens(files: IndexedFiles) -> tuple[int, ...]:
     """Return the last token of each of the first eight documents, without empty ones.
 
     Call :func:`check_lengths` first.

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _PERIOD = 1 << 16
 
 
-class Turns:
+class BlendOrder:
     """Map from sample i of an endless blend to (source, index within the source).
 
     Megatron's greedy blending order, computed for one period of 2**16 samples and repeated. Memory is constant, and the

@@ -27,7 +27,7 @@ from megatron_cp.data.formats.indexed import (
     IndexedFiles,
     check_ids,
     check_lengths,
-    first_ends,
+    first_end_tokens,
     open_indexed,
     tokens_before,
 )
@@ -119,7 +119,7 @@ class TokenDataset(GPTDataset):
         tokens, (first, last) = int(np.diff(tokens_before(files, sequences))[0]), boundaries.searchsorted(sequences)
         samples = super().__len__() / self._get_num_epochs(tokens)
         counted = None if self.config.eod_mask_loss else samples * self.config.sequence_length
-        ends = first_ends(files)
+        ends = first_end_tokens(files)
         return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
     def __getitem__(self, idx: int | None) -> Sample:

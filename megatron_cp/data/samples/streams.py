@@ -19,7 +19,7 @@ from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
 from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_of_plain_prompts
-from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
@@ -47,7 +47,7 @@ class Stream:
         if weights is not None:
             shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
         # keep_small: the user can raise a small weight only if weights are given.
-        self._turns = Turns(shares, keep_small=weights is None) if len(sources) > 1 else None
+        self._blend_order = BlendOrder(shares, keep_small=weights is None) if len(sources) > 1 else None
 
     def __len__(self) -> int:
         return self._num_samples
@@ -58,11 +58,11 @@ class Stream:
 
     def taken(self, count: int) -> Sequence[float]:
         """Return how many of the first ``count`` samples come from each source."""
-        return self._turns.taken(count) if self._turns else [count]
+        return self._blend_order.taken(count) if self._blend_order else [count]
 
     def _locate(self, indices: np.ndarray) -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
         """Yield (source, offsets into ``indices``, indices within the source)."""
-        numbers, nths = self._turns(indices) if self._turns else (np.zeros_like(indices), indices)
+        numbers, nths = self._blend_order(indices) if self._blend_order else (np.zeros_like(indices), indices)
         for number in np.unique(numbers).tolist():
             source, mine = self._sources[number], np.flatnonzero(numbers == number)
             epochs, positions = np.divmod(nths[mine], len(source))
@@ -136,12 +136,12 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
 
 def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Build the caches of this node; return each path's counts, to compare nodes."""
-    holds = {}
+    contents = {}
     for path in paths:
         files = open_indexed(_prefix(path, config, tokenizer))
         open_documents(files, config.seq_length, config.path_to_cache)
-        holds[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
-    return holds
+        contents[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
+    return contents
 
 
 def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:

@@ -15,7 +15,7 @@ import torch
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
-from megatron_cp.data.formats.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
+from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.split import ALL_FOR_TRAINING
 
@@ -134,7 +134,7 @@ class DocumentDataset:
         if self._prompts is not None:
             for piece in chunks(first, last):
                 masked += int(np.maximum(self._prompts[piece].astype(np.int64) - 1, 0).sum())  # a text's is 0
-        ends = first_ends(self._files) if self._prompts is None else ()
+        ends = first_end_tokens(self._files) if self._prompts is None else ()
         tokens, of_file = tokens_between(self._files, first, last), self._files.num_boundaries - 1
         return Contents(self._path, last - first, of_file, tokens, self.num_tokens - masked, len(self), ends)
 

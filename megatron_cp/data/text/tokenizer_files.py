@@ -14,7 +14,7 @@ from megatron_cp.common.input_files import decode_text, read_bytes, read_json, s
 from megatron_cp.config.names import NAME
 
 
-def check_plain(path: Path) -> None:
+def check_regular_files(path: Path) -> None:
     """Raise DataError if the path does not exist, or has a device or a pipe."""
     if not os.path.exists(path):  # unlike Path.exists, never raises
         raise DataError(
@@ -84,7 +84,7 @@ def has_chat_template(path: Path) -> bool:
     return in_a_file or any(values.get("chat_template") for _, values in _companions(folder))
 
 
-def named_token(path: Path, key: str) -> str | None:
+def special_token(path: Path, key: str) -> str | None:
     """Return the token that the tokenizer's configs name ``key`` (``eos_token``)."""
     named: str | None = None
     for file, values in _companions(_folder_of(path)):

@@ -20,10 +20,10 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
     added_by_post_processor,
-    check_plain,
+    check_regular_files,
     has_chat_template,
     load,
-    named_token,
+    special_token,
 )
 from megatron_cp.models.vocabulary import BYTE_LEVEL
 
@@ -106,7 +106,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: str | os.PathLike[str], add_bos: bool | None = None) -> None:
         self.path = Path(path)
-        check_plain(self.path)
+        check_regular_files(self.path)
         self._tokenizer = load(self.path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -114,7 +114,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{NAME.tokenizer.tokenizer_model}={path}: the vocabulary is empty. Fix: "
                 f"{NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
             )
-        end = next((t for t in (named_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
+        end = next((t for t in (special_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
         if end is None:
             raise DataError(
                 f"{NAME.tokenizer.tokenizer_model}={path}: no end-of-document token. Fix: set eos_token in "
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _bos(self, ids: dict[str, int]) -> int:
         """Return the id of the ``bos_token`` in the tokenizer's files."""
-        token = named_token(self.path, "bos_token")
+        token = special_token(self.path, "bos_token")
         if token not in ids:
             what = "no file sets bos_token" if token is None else f"bos_token {token} is not in the vocabulary"
             raise DataError(f"{NAME.tokenizer.add_bos}=true: {self.path}: {what}. Fix: {NAME.tokenizer.add_bos}=null")

@@ -170,8 +170,8 @@ def one_epoch_of(path: str, said: Any, **packed: Any) -> Contents:
 
 def _of_small(dataset: Any, index: int, small: str) -> int:
     """Whether a sample is of the second file: as the data set itself deals them."""
-    if hasattr(dataset, "_turns"):
-        return int(dataset._turns(index)[0])
+    if hasattr(dataset, "_blend_order"):
+        return int(dataset._blend_order(index)[0])
     return int(dataset._dataset.dataset_index[index])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.samples.streams import Stream, check_files
 from megatron_cp.data.samples.varlen import MockVarlenDataset
@@ -114,8 +114,8 @@ def test_a_blend_has_its_shares_of_tokens(packed: RunConfig, corpus: Callable[..
 def test_a_source_too_small_for_a_period_gets_a_turn_or_a_raised_weight() -> None:
     lengths = [1, 1, 10**6, 2 * 10**6]
     with pytest.raises(DataError, match=r"source 1 would give less than one sample in 65536\. Fix: raise its weight"):
-        Turns(lengths)
-    turns = Turns(lengths, keep_small=True)
+        BlendOrder(lengths)
+    turns = BlendOrder(lengths, keep_small=True)
     period = 65536 + 1  # the other small one has a turn of its own
     dealt = [turns(i) for i in range(2 * period)]
     for number in range(4):
