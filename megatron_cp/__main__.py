@@ -1,4 +1,4 @@
-"""``python -m megatron_cp``, and the program ``megatron-cp``."""
+"""Entry point of ``python -m megatron_cp`` and ``megatron-cp``."""
 
 import sys
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from megatron_cp.common.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code, also where it is interrupted before it is there."""
+    """Run a command; return its exit code, also for an interrupt during imports."""
     try:
-        from megatron_cp.cli import main as run  # takes half a second, in which nothing of it can answer Ctrl-C
+        from megatron_cp.cli import main as run  # takes 0.5 s, without a handler for Ctrl-C
     except KeyboardInterrupt:
         from megatron_cp.common.errors import EXIT_INTERRUPTED
         from megatron_cp.launch.launcher import is_first_rank

@@ -1,4 +1,4 @@
-"""Train from Python: what ``from megatron_cp import train`` gives."""
+"""Train from Python: ``from megatron_cp import train``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def train(config: RunConfig) -> TrainResult:
-    """Train a configuration, or with ``train.skip_train=true`` evaluate it.
+    """Train a configuration, or evaluate it with ``train.skip_train=true``.
 
-    In a notebook or a script of its own this is one rank; under ``python -m megatron_cp.torchrun`` or Slurm, call it on
-    every rank. Log lines go to standard error. Interrupting finishes the step, saves and returns.
+    In a notebook or a script, this runs a single rank. Under ``python -m megatron_cp.torchrun`` or Slurm, call it on
+    every rank. Log lines go to standard error. An interrupt finishes the step, saves and returns.
 
     Args:
-        config: of :func:`megatron_cp.load_recipe`. It is not changed.
+        config: from :func:`megatron_cp.load_recipe`; not modified.
 
     Returns:
-        the first and last loss, the run's folder and its ``metrics()``, and the ``exit_code`` of the same command.
+        The first and last loss, the run folder and its ``metrics()``, and the ``exit_code`` of the same command.
 
     Raises:
-        ConfigError: a rule is broken, or a setting names what is not there; ``violations`` lists all of them.
+        ConfigError: a rule is broken, or a setting names a missing file; ``violations`` lists all of them.
         DataError: a corpus or tokenizer cannot be used.
-        RuntimeFault: training cannot go on.
+        RuntimeFault: training cannot continue.
     """
     config = prepared(config)
     from megatron_cp.training.train import run_training  # torch and megatron-core: ten seconds
@@ -40,9 +40,9 @@ def train(config: RunConfig) -> TrainResult:
 
 
 def prepared(config: RunConfig, gpus_per_node: int | None = None) -> RunConfig:
-    """Check a configuration for this process's ranks, and set up what must be set before torch is imported.
+    """Check and resolve a configuration, and set variables for the import of torch.
 
-    Prints on the first rank what ``auto`` settings come to and what rules warn of; returns the resolved configuration.
+    The first rank prints the values of ``auto`` settings and the rules' warnings. Returns the resolved configuration.
 
     Raises:
         ConfigError: a rule is broken.
@@ -56,7 +56,7 @@ def prepared(config: RunConfig, gpus_per_node: int | None = None) -> RunConfig:
         )
         lines = [*filter(None, [choice, memory]), *map(str, warnings)]
         say("\n".join(lines), end="\n" if lines else "")
-    launcher.add_variables(config.env_vars)  # before torch, which reads some as it is imported
-    # Where a rank is lost we say so; torch would add a C++ stack for each rank and store operation.
+    launcher.add_variables(config.env_vars)  # torch reads some of them at import
+    # Our own message reports a lost rank; torch would add a C++ stack per rank and store operation.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return config

@@ -1,8 +1,8 @@
-"""The main job, from nothing to a trained model: corpus, indexed data, training, last screen.
+"""Quick start: build a corpus, tokenize it, train a model, print a summary.
 
-``megatron-cp quickstart`` runs this; in a clone ``scripts/quickstart.sh`` makes the environment first. The corpus is
-the Python standard library's own source, so no network is needed. Arguments are overrides of the recipe, as
-``megatron-cp train`` takes them.
+``megatron-cp quickstart`` runs this; in a clone, ``scripts/quickstart.sh`` creates the environment first. The corpus is
+the source of the Python standard library, so no network is needed. Arguments are overrides of the recipe, as for
+``megatron-cp train``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECIPE = "llama_tiny_pretrain_config"
 TOKENIZER = TokenizerConfig("ByteLevelTokenizer")
 RANKS = 4
 
-# With fewer GPUs than ranks: plain context parallelism over what there is.
+# With fewer GPUs than ranks: context parallelism over all of them.
 _LAYOUTS = {
     1: (f"{NAME.model.context_parallel_size}=1", *RING.settings),
     2: (f"{NAME.model.context_parallel_size}=2", *RING.settings),
@@ -55,7 +55,7 @@ _LAYOUTS = {
 
 
 class NumberedSteps:
-    """Says what is being done, and how long each part took."""
+    """Numbered steps on the console, with the time that each took."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console = console
@@ -64,7 +64,7 @@ class NumberedSteps:
 
     @contextmanager
     def part(self, name: str, what: str) -> Iterator[list[str]]:
-        """A numbered part of the job; the body appends what came of it to the list it is given."""
+        """Print a numbered step; the body appends its results to the yielded list."""
         number = len(self.seconds) + 1
         self.console.print(f"[bold cyan]{number}/{self._total}[/] [bold]{name}[/]  [dim]{what}[/]")
         start = time.perf_counter()
@@ -76,9 +76,9 @@ class NumberedSteps:
 
 
 def prepare_data(folder: Path, parts: NumberedSteps, sources: Sequence[Path] | None = None) -> Path:
-    """The prefix of the .bin/.idx pair, made in ``folder`` unless it is there and current."""
+    """Build the .bin/.idx pair in ``folder`` unless it is current; return its prefix."""
     prefix, stamp = folder / "corpus", folder / "made_from.json"
-    with parts.part("corpus", "the Python standard library's own source") as results:
+    with parts.part("corpus", "the source of the Python standard library") as results:
         sources = standard_library_sources() if sources is None else sources
         made_from = _fingerprint(sources)
         size = sum(path.stat().st_size for path in sources)
@@ -86,7 +86,7 @@ def prepare_data(folder: Path, parts: NumberedSteps, sources: Sequence[Path] | N
         results.append(f"{len(sources)} files, {size / 1e6:.1f} MB")
     with parts.part("tokens", "bytes, in Megatron's .bin/.idx files") as results:
         if current:
-            results.append(f"{_short(prefix)}.bin, .idx: already there")
+            results.append(f"{_short(prefix)}.bin, .idx: up to date")
         else:
             stamp.unlink(missing_ok=True)
             made = preprocess(sources, prefix, TOKENIZER, progress="    tokenizing")
@@ -96,7 +96,7 @@ def prepare_data(folder: Path, parts: NumberedSteps, sources: Sequence[Path] | N
 
 
 def _fingerprint(sources: Sequence[Path]) -> dict[str, object]:
-    """Changes with the text and with the tokenizer."""
+    """Return values that change with the text and with the tokenizer."""
     digest = hashlib.sha256()
     for path in sources:
         content = path.read_bytes()
@@ -112,13 +112,13 @@ def _read(path: Path) -> object:
 
 
 def next_run_folder(parent: Path) -> Path:
-    """``parent/run-001`` or the next number: a run never continues an earlier one by accident."""
+    """Return ``parent/run-001`` or the next free number, so no run resumes another."""
     taken = [int(p.name[4:]) for p in parent.glob("run-*") if p.name[4:].isdigit()]
     return parent / f"run-{max(taken, default=0) + 1:03}"
 
 
 def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
-    """What the quick start sets in the recipe; the user's own overrides come after."""
+    """Return the quick start's overrides; the user's overrides come after them."""
     ranks = _ranks(gpus)
     return [
         f"{NAME.dataset.data_path}={prefix}",
@@ -126,7 +126,7 @@ def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
         f"{NAME.tokenizer.tokenizer_type}={TOKENIZER.tokenizer_type}",
         f"{NAME.checkpoint.save}={save}",
         f"{NAME.validation.eval_iters}=4",
-        f"{NAME.logger.log_interval}={50 if sys.stderr.isatty() else 10}",  # a terminal has a live line as well
+        f"{NAME.logger.log_interval}={50 if sys.stderr.isatty() else 10}",  # a terminal also has a live line
         *_LAYOUTS[ranks],
     ]
 
@@ -136,7 +136,7 @@ def _ranks(gpus: int) -> int:
 
 
 def _short(path: Path) -> Path:
-    """Relative to the current folder where that is shorter to read."""
+    """Return a path relative to the current folder if it is inside."""
     path = path.absolute()
     return Path(printable(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
@@ -147,26 +147,26 @@ def _train(overrides: Sequence[str], ranks: int) -> int:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         drop_lost_output()
-        if number != signal.SIGINT:  # Ctrl-C reaches all processes of the terminal by itself
+        if number != signal.SIGINT:  # the terminal sends Ctrl-C to all of its processes
             process.send_signal(number)
 
-    with handled(signals_to_stop_at(), pass_on):  # the ranks save a checkpoint before they end
+    with handled(signals_to_stop_at(), pass_on):  # the ranks save a checkpoint before they exit
         return process.wait()
 
 
 def last_screen(
     console: Console, parts: NumberedSteps, save: Path, data: str, vocab_size: int, train_iters: int, ranks: int
 ) -> None:
-    """Where everything is, the loss before and after, and what to try next. ``save`` is the run's folder."""
+    """Print loss, files and next commands; ``save`` is the run folder."""
     (run,) = read_runs([save])
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("loss", f"[green]{first_and_last_loss(run)}[/] first and last of {len(run.steps)} iterations")
-    table.add_row("", f"(guessing among {vocab_size} tokens: {math.log(vocab_size):.2f})")
+    table.add_row("", f"(uniform guess over {vocab_size} tokens: {math.log(vocab_size):.2f})")
     if held_out := validation_loss(run):
-        table.add_row("held out", f"{held_out} on files it has not seen")
+        table.add_row("held out", f"{held_out} on files outside of the training data")
     table.add_row("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     table.add_row("run folder", f"{_short(save)}")
     table.add_row("", "config.yaml, metrics.jsonl, tensorboard/ and the checkpoint")
@@ -175,7 +175,7 @@ def last_screen(
     console.print(Panel(table, title="done", title_align="left", border_style="green"))
 
     launch = f"{program('megatron-cp')} train -n {ranks} --recipe"
-    longer = 2 * train_iters  # with a schedule that ends there: that of config.yaml ends with the run
+    longer = 2 * train_iters  # lr_decay_iters too: the schedule in config.yaml ends with the run
     more = (
         f"{NAME.train.train_iters}={longer} {NAME.scheduler.lr_decay_iters}={longer} "
         f"{NAME.scheduler.override_opt_param_scheduler}=true"
@@ -186,10 +186,10 @@ def last_screen(
             "See the curves",
             f"{program('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(str(_short(save.parent)))}",
         ),
-        ("Train on from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
-        ("Another transport: a ring", f"{program('megatron-cp')} quickstart parallel=cp4_p2p"),
-        ("Tokens of your own text", f"{program('megatron-cp')} preprocess --help"),
-        ("All recipes", f"{program('megatron-cp')} recipes"),
+        ("Continue training from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
+        ("Use another transport: a ring", f"{program('megatron-cp')} quickstart parallel=cp4_p2p"),
+        ("Tokenize your own text", f"{program('megatron-cp')} preprocess --help"),
+        ("List all recipes", f"{program('megatron-cp')} recipes"),
     ):
         console.print(f"  {what}:")
         console.print(f"    {command}", style="cyan", highlight=False, soft_wrap=True)
@@ -200,23 +200,26 @@ def main(
     home: Path = Path("runs", "quickstart"),
     sources: Sequence[Path] | None = None,
 ) -> int:
-    """Run the quick start; returns the exit code. ``home`` holds its data and runs, ``sources`` replace the corpus."""
+    """Run the quick start; return the exit code.
+
+    ``home`` is the folder for data and runs; ``sources`` replace the corpus.
+    """
     parser = ArgumentParser(
         prog="megatron-cp quickstart",
-        description=f"Train {RECIPE} on the Python standard library's source: {RANKS} processes on CPUs, or up to "
-        f"{RANKS} GPUs where there are some.",
+        description=f"Train {RECIPE} on the source of the Python standard library, with {RANKS} CPU processes or up to "
+        f"{RANKS} GPUs.",
     )
     add_overrides(parser, "settings of the recipe, in Hydra's grammar")
     user = list(parser.parse_args(arguments).overrides)
 
     console = Console(highlight=False)
-    home = home.absolute()  # as its recipes name it
+    home = home.absolute()
     data, gpus = home / "data", Environment.detect().gpus_per_node or 0
     ranks = _ranks(gpus)
     overrides = [*overrides_for(data / "corpus", next_run_folder(home), gpus), *user]
     where = f"{ranks} GPUs" if gpus else f"{ranks} CPU processes"
     try:
-        config = load_recipe(RECIPE, overrides)  # a mistake in the overrides ends it here, before any work
+        config = load_recipe(RECIPE, overrides)  # reports mistakes in the overrides before any work
         check_or_raise(config, ranks)
         model = config.model
         levels = f" {model.hierarchical_context_parallel_sizes}" if model.hierarchical_context_parallel_sizes else ""
@@ -243,5 +246,5 @@ def main(
     elif code > 128:
         say(f"quickstart: stopped; the run folder is {_short(save)}", file=sys.stderr)
     else:
-        say("quickstart: training failed; the messages above say why", file=sys.stderr)
+        say("quickstart: training failed; see the messages above", file=sys.stderr)
     return code

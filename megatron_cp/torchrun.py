@@ -1,25 +1,25 @@
-"""torchrun, but patient: ``python -m megatron_cp.torchrun [torchrun's own arguments]``.
+"""torchrun with time to save: ``python -m megatron_cp.torchrun [arguments]``.
 
-A run that is asked to stop finishes its step and saves. torchrun gives it 30 seconds for that, then kills it; and with
---max-restarts it starts ranks again that stopped because one of them was asked to. Here a launcher that is asked to
-stop waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and ranks that all end with 143, 130 or 129 (SIGTERM, SIGINT, SIGHUP;
-see training/signals.py) are not started again. A rank that fails is torchrun's business: the others have 30 seconds,
-and --max-restarts counts, unless the rank ended with 2: what is wrong with a recipe is wrong again. Ranks of other
-nodes hear of one that was killed, and a launcher on another machine can take the place of one that is lost.
+On a stop signal, a run finishes its step and saves. torchrun kills it after 30 seconds, and with --max-restarts it
+restarts ranks that stopped on request. This launcher waits for ``MEGATRON_CP_STOP_SECONDS`` (600), and does not restart
+ranks that all exit with 143, 130 or 129 (SIGTERM, SIGINT, SIGHUP; see training/signals.py). Failures are handled as in
+torchrun: the other ranks have 30 seconds, and --max-restarts applies. Exit code 2 is not restarted: a wrong recipe
+would fail again. Ranks of other nodes get a report of a killed rank. Another machine's launcher can replace a lost one.
 
-Stores listen on the loopback or the endpoint's address (launch/torch_rendezvous.py). Ranks end when this process is
-killed (launch/process.py).
+Stores listen on the loopback or the endpoint's address (launch/torch_rendezvous.py). If this process is killed, its
+ranks exit (launch/process.py).
 
-Exit codes: 0 done; the first failing rank's own (1, or 2 for what a user can mend); 1 where a rank had to be killed or
-a port is taken; 2 usage; 143, 130 and 129 stopped (128 + the signal, for any other). torchrun ends with 1 and a
-traceback for all of these.
+Exit codes: 0 done; the first failed rank's code (1, or 2 for configuration and data); 1 if a rank was killed or a port
+is taken; 2 usage; 143, 130 and 129 stopped (128 + the signal, for any other). torchrun exits with 1 and a traceback for
+all of these.
 
-In torch 2.11 the 30 seconds are the default of ``PContext.close`` (distributed/elastic/multiprocessing/api.py:649), as
-``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll`` call it; ``_remaining_restarts`` is its agent's, which
-torchrun makes in distributed/launcher/api.py:297, from a name that we put ours under; ``_bootstrap_store_info`` is what
-``DynamicRendezvousHandler.next_rendezvous`` (elastic/rendezvous/dynamic_rendezvous.py:1206) keeps. None of it is a
-public interface: should a later torch than 2.15 differ, this behaves like torchrun or fails at once, and
-tests/unit_tests/launch/test_torchrun.py or tests/functional_tests/test_restarts.py fails.
+Private names of torch 2.11: the 30 seconds are the default of ``PContext.close``
+(distributed/elastic/multiprocessing/api.py:649) for ``LocalElasticAgent._shutdown`` and ``SubprocessContext._poll``.
+``_remaining_restarts`` belongs to the agent, which distributed/launcher/api.py:297 creates from a name that is replaced
+here. ``_bootstrap_store_info`` is kept by ``DynamicRendezvousHandler.next_rendezvous``
+(elastic/rendezvous/dynamic_rendezvous.py:1206). If a torch later than 2.15 changes them, this file behaves like
+torchrun or fails at once, and tests/unit_tests/launch/test_torchrun.py or tests/functional_tests/test_restarts.py
+fails.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ from megatron_cp.launch.torch_rendezvous import confine_arguments, confine_store
 
 _STOPPED = set(EXIT_OF_SIGNAL.values())
 _DEFAULT_PORT = 29500  # torchrun's
-_SECONDS_TO_MEET = 30.0  # for the launchers of all nodes, whose ranks stopped together; torch has 300
+_EXIT_BARRIER_SECONDS = 30.0  # for the launchers of all nodes after ranks stopped; torch has 300
 
 
 class PatientAgent(LocalElasticAgent):
-    """Starts and watches the ranks of this node."""
+    """Agent that starts and monitors the ranks of this node."""
 
-    seconds: ClassVar[int] = 600  # for ranks that were asked to stop
-    exit_code: ClassVar[int] = EXIT_OK  # of the launcher, once its ranks have stopped
+    seconds: ClassVar[int] = 600  # for ranks to stop
+    exit_code: ClassVar[int] = EXIT_OK  # of the launcher, after its ranks have stopped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stopping_since: float | None = None
-        self._asked_again: set[int] = set()  # with these signals
-        self._said_for: set[int] = set()  # processes that were killed
+        self._repeated_signals: set[int] = set()
+        self._reported: set[int] = set()  # process ids of killed ranks
 
     def _ranks(self) -> list[subprocess.Popen]:
-        """The processes of this node; none where ranks are functions (--run-path), which are torch's business alone."""
+        """Return the processes of this node; none if ranks are functions (--run-path)."""
         context = self._pcontext
         if not isinstance(context, SubprocessContext):
             return []
@@ -85,53 +85,53 @@ class PatientAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
         drop_lost_output()
         if death_sig is not None and self._pcontext is not None and (ranks := self._ranks()):
-            # This launcher was asked to stop. What it is asked from now on goes to the ranks: nothing ends the waiting.
+            # The launcher got a stop signal. Later signals go to the ranks and do not end the wait.
             for number in signals_to_stop_at():
                 signal.signal(number, self._pass_on)
             self._pcontext.close(death_sig, timeout=self.seconds)
             codes = {rank.returncode for rank in ranks}
-            as_asked = {EXIT_OK, *_STOPPED, *(-number for number in self._asked_again)}
-            type(self).exit_code = 128 + death_sig if codes <= as_asked else EXIT_FAILED
-            said = ", ".join(map(str, sorted(codes)))
-            say(f"megatron-cp: {death_sig.name}: the ranks were told and ended with {said}", file=sys.stderr)
-            if codes <= _STOPPED:  # and those of other nodes with them: this launcher may keep the store they still use
-                self._exit_barrier_timeout = _SECONDS_TO_MEET
+            expected = {EXIT_OK, *_STOPPED, *(-number for number in self._repeated_signals)}
+            type(self).exit_code = 128 + death_sig if codes <= expected else EXIT_FAILED
+            text = ", ".join(map(str, sorted(codes)))
+            say(f"megatron-cp: {death_sig.name}: sent to the ranks, which exited with {text}", file=sys.stderr)
+            if codes <= _STOPPED:  # other nodes' ranks stop too, and may still use a store in this process
+                self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
                 self._exit_barrier()
-        # Ranks that are left, in 30 seconds, which torch 2.14 passes by itself, and what else there is.
+        # Ends remaining ranks within 30 seconds; torch 2.14 passes the time itself.
         super()._shutdown(death_sig or signal.SIGTERM, *args, **kwargs)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Asked once more: a second SIGINT ends ranks at once, a second SIGTERM tells them nothing new."""
-        self._asked_again.add(number)
+        """Send a repeated signal to the ranks: a second SIGINT ends them at once."""
+        self._repeated_signals.add(number)
         for rank in self._ranks():
             if rank.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(rank.pid, number)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """With a store of its own each time: a launcher that takes a lost one's place looks for its address where torch
-        writes it in the first round only, and a restarted rank finds what the dead have written."""
+        """Create a new store in each round: restarted ranks must not read old keys."""
+        # torch writes the store's address in the first round only, where a replacing launcher would not find it.
         if hasattr(handler := worker_group.spec.rdzv_handler, "_bootstrap_store_info"):
             handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 
     def _report_for_killed_ranks(self, worker_group: WorkerGroup) -> None:
-        """To ranks of all nodes, before those of this one are stopped, which takes up to 30 seconds."""
-        group: Any = worker_group  # whose attributes are all None to torch's stub
+        """Report killed ranks to all nodes before this node's ranks stop (30 seconds)."""
+        group: Any = worker_group  # torch's stub types all attributes as None
         for rank, worker in zip(self._ranks(), group.workers, strict=False):
             code = rank.poll()
-            if code is not None and code < 0 and rank.pid not in self._said_for:
-                self._said_for.add(rank.pid)
+            if code is not None and code < 0 and rank.pid not in self._reported:
+                self._reported.add(rank.pid)
                 report_for_killed_ranks(group.master_addr, group.master_port, worker.global_rank, -code)
 
-    def _one_is_waited_for(self, worker_group: WorkerGroup) -> bool:
-        """Whether a rank stopped before all had met: no signal will end the others, which wait for it."""
+    def _stopped_early(self, worker_group: WorkerGroup) -> bool:
+        """Return whether a rank stopped before the rendezvous, where others wait for it."""
         group: Any = worker_group
         for rank, worker in zip(self._ranks(), group.workers, strict=False):
             if rank.poll() in _STOPPED and stopped_before_rendezvous(
                 group.master_addr, group.master_port, worker.global_rank
             ):
-                text = f"rank {worker.global_rank} stopped before all ranks had met; the others are ended"
+                text = f"rank {worker.global_rank} stopped before the rendezvous; stopping the other ranks"
                 say(f"megatron-cp: {text}", file=sys.stderr, flush=True)
                 return True
         return False
@@ -139,24 +139,24 @@ class PatientAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._report_for_killed_ranks(worker_group)
         codes = {rank.poll() for rank in self._ranks()}
-        nobody_failed = None in codes and codes <= {None, EXIT_OK, *_STOPPED}
-        is_early = nobody_failed and self._one_is_waited_for(worker_group)
-        if nobody_failed and not is_early:
-            # Nobody has failed. torch would take the first rank that stopped for a failure and send SIGTERM to those
-            # that are still ending, some of which no longer expect one.
+        none_failed = None in codes and codes <= {None, EXIT_OK, *_STOPPED}
+        is_early = none_failed and self._stopped_early(worker_group)
+        if none_failed and not is_early:
+            # torch would treat the first stopped rank as a failure and send SIGTERM to ranks that are exiting, some of
+            # which no longer handle it.
             if self._stopping_since is None and _STOPPED & codes:
                 self._stopping_since = time.monotonic()
             if self._stopping_since is None or time.monotonic() - self._stopping_since < self.seconds:
                 return RunResult(state=WorkerState.HEALTHY)
         self._stopping_since = None
         result = super()._monitor_workers(worker_group)
-        failed_with = {failure.exitcode for failure in result.failures.values()}
-        if EXIT_CONFIG in failed_with:
+        failure_codes = {failure.exitcode for failure in result.failures.values()}
+        if EXIT_CONFIG in failure_codes:
             self._remaining_restarts = 0
-        # A rank that waits at the rendezvous is ended by SIGTERM, and has nothing to save.
-        if failed_with and failed_with <= (_STOPPED | {-signal.SIGTERM} if is_early else _STOPPED):
-            type(self).exit_code = max(failed_with)
-            self._exit_barrier_timeout = _SECONDS_TO_MEET
+        # SIGTERM ends a rank that waits at the rendezvous; it has nothing to save.
+        if failure_codes and failure_codes <= (_STOPPED | {-signal.SIGTERM} if is_early else _STOPPED):
+            type(self).exit_code = max(failure_codes)
+            self._exit_barrier_timeout = _EXIT_BARRIER_SECONDS
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={rank.global_rank: None for rank in worker_group.workers}
             )
@@ -164,25 +164,25 @@ class PatientAgent(LocalElasticAgent):
 
 
 def _stop_once(number: int, frame: FrameType | None) -> None:
-    """What torch's handler does, but not twice: a terminal that hangs up has its shell send SIGHUP once more."""
+    """Raise SignalException, once: a closing terminal sends SIGHUP twice."""
     for each in signals_to_stop_at():
         signal.signal(each, signal.SIG_IGN)  # until PatientAgent._shutdown passes them on
     raise SignalException(f"Process {os.getpid()} got signal: {signal.Signals(number)}", signal.Signals(number))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not that a rank failed, which it said itself, nor a line for each rank that is ended because of it."""
+def _is_new(record: logging.LogRecord) -> bool:
+    """Return False for torch's lines on failed ranks, which log errors themselves."""
     return not str(record.msg).startswith(("Sending process", "failed (exitcode"))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """torchrun's arguments, changed so that the launcher listens where it must."""
+    """Parse torchrun's arguments, and confine the launcher's addresses."""
     parser = torchrun.get_args_parser()
     if parser.get_default("master_port") == _DEFAULT_PORT:
         parser.set_defaults(master_port=None)
     args = parser.parse_args(argv)
     if args.master_port is not None and not 0 <= args.master_port < 2**16:
-        parser.error(f"--master_port={args.master_port}: ports go from 0 to 65535. Fix: --master_port=29501")
+        parser.error(f"--master_port={args.master_port}: must be from 0 to 65535. Fix: --master_port=29501")
     try:
         confine_arguments(args)
     except ValueError as error:
@@ -206,7 +206,7 @@ def _fix(error: PortError, args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun and return the exit code."""
+    """Run torchrun; return the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         seconds = launcher.number("MEGATRON_CP_STOP_SECONDS", "a number of whole seconds, or unset it")
@@ -219,17 +219,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     multiprocessing_api._terminate_process_handler = _stop_once  # type: ignore[assignment]
     confine_stores()
     announce_launcher()
-    logging.getLogger(multiprocessing_api.__name__).addFilter(_is_news)
+    logging.getLogger(multiprocessing_api.__name__).addFilter(_is_new)
     try:
         record(torchrun.run)(args)
     except ChildFailedError as failed:
-        # Not those that stopped as asked, while another did not.
+        # Without ranks that stopped on request.
         failures = {rank: each for rank, each in failed.failures.items() if each.exitcode not in _STOPPED}
         rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
-        killed = f"was killed by signal {-first.exitcode}"
-        how = f"ended with {first.exitcode}; what it said is above" if first.exitcode > 0 else killed
-        if first.exitcode != EXIT_CONFIG:  # whose message is complete
-            say(f"megatron-cp: rank {rank} failed first: it {how}", file=sys.stderr)
+        killed = f"killed by signal {-first.exitcode}"
+        how = f"exit code {first.exitcode}; its messages are above" if first.exitcode > 0 else killed
+        if first.exitcode != EXIT_CONFIG:  # these messages are complete
+            say(f"megatron-cp: rank {rank} failed first: {how}", file=sys.stderr)
         return max(first.exitcode, EXIT_FAILED)
     except (RendezvousError, DistError, PortError) as error:
         for cause in (error, error.__cause__):
@@ -237,11 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"megatron-cp: {cause}. Fix: {_fix(cause, args)}", file=sys.stderr)
                 return EXIT_FAILED
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
-        say(f"megatron-cp: this launcher does not find those of other nodes, or no more ({reason})", file=sys.stderr)
+        say(f"megatron-cp: lost contact with the launchers on other nodes ({reason})", file=sys.stderr)
         return EXIT_FAILED
     except SignalException as stop:
         return PatientAgent.exit_code or 128 + stop.sigval
-    except KeyboardInterrupt:  # before there were ranks
+    except KeyboardInterrupt:  # before ranks were started
         return EXIT_INTERRUPTED
     return PatientAgent.exit_code
 

@@ -1,1 +1,1 @@
-"""Weights from and to Hugging Face's format."""
+"""Convert weights from and to Hugging Face's format."""

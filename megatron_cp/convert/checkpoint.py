@@ -1,4 +1,4 @@
-"""A whole model in one process, without what trains it, and its checkpoints."""
+"""Whole model in one process, without training state, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model that is on one rank alone; its parameters are in host memory, and hold anything at first."""
+    """Model on a single rank, with uninitialized parameters in host memory."""
 
     config: RunConfig
     groups: ProcessGroupCollection
     module: Any
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """By name, with the biases of routers; a tied output layer is the embedding and has none."""
+        """Return parameters and router biases by name; a tied output layer has none."""
         biases = {name: each for name, each in self.module.named_buffers() if name.endswith("router.expert_bias")}
         named = dict(self.module.named_parameters()) | biases
         return {name.removeprefix("module."): tensor for name, tensor in named.items()}
 
     def save(self, root: Path, iteration: int) -> Path:
-        """Save the weights as a checkpoint that a run can begin with; returns its folder.
+        """Save the weights as a checkpoint to start a run from; return its folder.
 
         Raises:
-            OSError: it could not be written; what was begins with a dot.
+            OSError: the checkpoint could not be written; a partial folder's name begins with a dot.
         """
         final = checkpoint_folder(root, iteration)
         state = {
@@ -91,14 +91,14 @@ class WholeModel:
         """Load a checkpoint's weights.
 
         Raises:
-            RuntimeFault: they cannot be read.
+            RuntimeFault: the weights cannot be read.
         """
         state = self._sharded()
         try:
             drop_extra_states(state, folder)
             loaded = dist_checkpointing.load({"model": state}, str(folder))
         except (Exception, CheckpointException) as error:
-            raise RuntimeFault(f"checkpoint {folder} cannot be read: {in_one_line(error)}") from error
+            raise RuntimeFault(f"checkpoint {folder}: cannot be read: {in_one_line(error)}") from error
         self.module.load_state_dict(loaded["model"])
 
     def _sharded(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint: the configuration that wrote it, the embedding's rows (padding included), its weights' dtype."""
+    """Configuration, embedding rows (with padding) and dtype of a checkpoint."""
 
     folder: Path
     config: RunConfig
@@ -116,11 +116,11 @@ class CheckpointInfo:
 
 
 def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
-    """A run's checkpoint, by default the latest.
+    """Find a run's checkpoint, by default the latest.
 
     Raises:
-        ConfigError: it is not there, or of another program or a newer version.
-        RuntimeFault: it is damaged; says which other one is complete.
+        ConfigError: the checkpoint does not exist, or another program or a newer version wrote it.
+        RuntimeFault: the checkpoint is damaged; the message names a complete one.
     """
     if iteration is None:
         iteration = latest_iteration(root)
@@ -129,9 +129,9 @@ def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
         others = saved_iterations(root)
         fix = suggest_folder(root, _options) or "--megatron-path FOLDER (of a run)"
         if others:
-            fix = f"--iteration {others[-1]} (there are {others})"
-        which = "" if iteration is None else f"{iteration} "
-        raise ConfigError(f"--megatron-path {root}: there is no checkpoint {which}in it. Fix: {fix}")
+            fix = f"--iteration {others[-1]} (of {others})"
+        which = "" if iteration is None else f" {iteration}"
+        raise ConfigError(f"--megatron-path {root}: has no checkpoint{which}. Fix: {fix}")
     assert iteration is not None
     common = verified_common(folder, iteration, True, lambda _, other: f"--iteration {other}")
     embedding = stored_tensors(folder).get(_EMBEDDING)
@@ -141,27 +141,33 @@ def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
     if unknown:
         raise ConfigError(unknown)
     if embedding is None:
-        raise RuntimeFault(f"checkpoint {folder} has no {_EMBEDDING}: another program wrote it, or it is damaged")
+        raise RuntimeFault(
+            f"checkpoint {folder}: has no {_EMBEDDING}, so it is damaged or another program wrote it. "
+            "Fix: --iteration N (another one)"
+        )
     return CheckpointInfo(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
 
 
 def _options(run: Path, iteration: int | None) -> str:
-    """What to type for a run's checkpoint, the latest one by default."""
+    """Return the options for a run's checkpoint, by default the latest."""
     return f"--megatron-path {shlex.quote(str(run))}" + ("" if iteration is None else f" --iteration {iteration}")
 
 
 def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str) -> None:
-    """Raises ConfigError where numbers of one dtype are too large for another."""
+    """Raise ConfigError if numbers of dtype ``before`` overflow in ``after``."""
     for name, parameter in parameters.items():
         if before != after == "float16" and not torch.isfinite(parameter).all():
-            raise ConfigError(f"{name} holds numbers that float16 cannot. Fix: --torch-dtype {before}")
+            raise ConfigError(f"{name}: has numbers too large for float16. Fix: --torch-dtype {before}")
 
 
-def undivided(config: RunConfig, dtype: str) -> RunConfig:
-    """The configuration of the same model on one rank, finalized; ``dtype`` as torch calls it."""
+def single_rank_config(config: RunConfig, dtype: str) -> RunConfig:
+    """Return the finalized configuration of the model on a single rank.
+
+    ``dtype`` is torch's name, such as "bfloat16".
+    """
     config = on_single_rank(config)
     config.model.use_cpu_initialization = True
-    config.model.transformer_impl = "local"  # the weights are called as our own layers call them
+    config.model.transformer_impl = "local"  # weight names of our own layers
     config.checkpoint = CheckpointConfig(save_optim=False, save_rng=False)
     config.mixed_precision = MixedPrecisionConfig(
         fp32=dtype == "float32", bf16=dtype == "bfloat16", fp16=dtype == "float16"
@@ -171,7 +177,7 @@ def undivided(config: RunConfig, dtype: str) -> RunConfig:
 
 @contextmanager
 def whole_model(config: RunConfig) -> Iterator[WholeModel]:
-    """Build the model of a finalized configuration that divides nothing, on this process as the only rank."""
+    """Build the model of a finalized single-rank configuration, in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = build_process_groups(config.model, config.dist)

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a published model: ``config.json``, safetensors, and the tokenizer where it has files."""
+"""Export a checkpoint to a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.common.interpolation import substitute_environment
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, undivided, whole_model
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, single_rank_config, whole_model
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import hf_from_model
@@ -23,14 +23,15 @@ from megatron_cp.training.checkpoint.files import LATEST, newer_than_latest
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
-    """Make the folder ``target`` of a run's checkpoint, by default the latest; returns what to say of it.
+    """Export a run's checkpoint to ``target``; return a report.
 
     Args:
-        dtype: of the weights: "float32", "bfloat16" or "float16"; by default as the checkpoint has them.
+        iteration: of the checkpoint; by default the latest.
+        dtype: of the weights: "float32", "bfloat16" or "float16"; by default the checkpoint's.
 
     Raises:
-        ConfigError: there is no such checkpoint, or no published family computes what it does.
-        RuntimeFault: the checkpoint is damaged, or ``target`` could not be written; ``target`` is absent.
+        ConfigError: there is no such checkpoint, or no published family computes the same.
+        RuntimeFault: the checkpoint is damaged, or ``target`` could not be written; ``target`` does not exist then.
     """
     target = target.resolve()
     check_absent(target, "--hf-path")
@@ -38,7 +39,7 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     trained, rows = found.config, found.vocabulary_rows
     family, values = hf_from_model(trained.model, rows)
     dtype = dtype or found.dtype
-    config = undivided(trained, dtype)
+    config = single_rank_config(trained, dtype)
     config.model.vocab_size = config.model.make_vocab_size_divisible_by = rows
     config.model.mtp_num_layers = None
     config.model.hybrid_layer_pattern = layers_of(trained.model.hybrid_layer_pattern) or None
@@ -53,47 +54,54 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
         if tokenizer is not None:
             copy_companions(tokenizer, partial)
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    said = [f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"]
-    said += positions_said(trained.model, values["max_position_embeddings"])
+    lines = [
+        f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"
+    ]
+    lines += describe_positions(trained.model, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
-        said.append("without its layers for multi-token prediction, which are not converted")
+        lines.append("multi-token prediction layers: not converted")
     newer = newer_than_latest(root) if iteration is None else None
     if newer is not None:
-        said.append(f"{root / LATEST} names this checkpoint; iteration {newer} is newer: --iteration {newer}")
+        lines.append(
+            f"{root / LATEST}: names this checkpoint, but iteration {newer} is newer. Fix: --iteration {newer}"
+        )
     if without:
-        said.append(f"without a tokenizer: {without}")
-    return "\n".join(said)
+        lines.append(f"no tokenizer exported: {without}")
+    return "\n".join(lines)
 
 
-def positions_said(model: ModelConfig, declared: int) -> list[str]:
-    """What to say where ``max_position_embeddings`` in ``config.json`` is not the run's setting, or too short."""
+def describe_positions(model: ModelConfig, declared: int) -> list[str]:
+    """Return report lines if the exported ``max_position_embeddings`` needs attention.
+
+    This is so if it differs from the run's setting or is below the run's sequence length.
+    """
     name = "max_position_embeddings in config.json is"
     known, length, reached = model.max_position_embeddings, model.seq_length or 0, model.yarn_length
     if reached is None:
         if declared == known:
             return []
         return [
-            f"{name} {declared}, the length of its training sequences; {NAME.model.max_position_embeddings} was {known}"
+            f"{name} {declared}, the length of training sequences; {NAME.model.max_position_embeddings} was {known}"
         ]
     factor, original = model.yarn_rotary_scaling_factor or 1.0, model.yarn_original_max_position_embeddings or 1
-    said = []
+    lines = []
     if declared != known:
-        said.append(f"{name} {declared}, YaRN's factor times the original length; the run's setting was {known}")
+        lines.append(f"{name} {declared}, YaRN's factor times the original length; the run's setting was {known}")
     if length > declared:
-        said.append(
-            f"{name} {declared}, though training sequences had {length} tokens: with YaRN it is the factor {factor} "
-            f"times the original length {original}, and programs that serve the model may refuse longer texts"
+        lines.append(
+            f"{name} {declared}, YaRN's factor {factor} times the original length {original}; training sequences had "
+            f"{length} tokens, and servers of the model may refuse texts that long"
         )
     if not math.isclose(factor * original, declared):
-        said.append(
-            f"{name} {declared}, and {factor * original:g} is not whole: versions of transformers that divide it by "
-            f"the original length compute with the factor {declared / original:g}, which is not the model's {factor}"
+        lines.append(
+            f"{name} {declared}, but YaRN's length {factor * original:g} is not whole: versions of transformers that "
+            f"divide {declared} by the original length use the factor {declared / original:g} instead of {factor}"
         )
-    return said
+    return lines
 
 
 def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]:
-    """Every published tensor, in memory of its own; the model's goes as they come."""
+    """Return every published tensor as a copy, and free the model's tensors."""
     tensors: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
     for name, parameter in whole.parameters().items():
@@ -102,28 +110,28 @@ def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]
             own = tensor.clone(memory_format=torch.contiguous_format)
             if part.expert is None:
                 tensors[published] = own
-            else:  # megatron-core's parameters come in the order of the experts
+            else:  # parameters are in the order of the experts
                 of_experts.setdefault(published, []).append(own)
         parameter.data = parameter.data.new_empty(0)
     return tensors | {published: torch.stack(of_experts[published]) for published in of_experts}
 
 
 def _tokenizer(settings: TokenizerConfig) -> tuple[Path | None, dict[str, Any], str]:
-    """The folder of the run's tokenizer, the special tokens' ids, and why there is no folder, if there is none."""
+    """Return (folder of the run's tokenizer, special token ids, reason if no folder)."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if settings.tokenizer_model:
         settings = replace(settings, tokenizer_model=substitute_environment(settings.tokenizer_model))
     if settings.tokenizer_type == "NullTokenizer":
-        return None, ids, "the run's was a NullTokenizer"
+        return None, ids, "the run used a NullTokenizer"
     try:
         ids["eos_token_id"] = build_tokenizer(settings).eod
     except DataError as error:
         return None, ids, str(error)
     if settings.tokenizer_type != "HuggingFaceTokenizer":
-        return None, ids, f"the run's was a {settings.tokenizer_type}"
+        return None, ids, f"the run used a {settings.tokenizer_type}"
     path = Path(settings.tokenizer_model or "")
     folder = path if path.is_dir() else path.parent
-    if (folder / "config.json").is_file():  # of the model that was imported
+    if (folder / "config.json").is_file():  # of the imported model
         published = read_json(folder / "config.json")
         ids |= {name: published[name] for name in TOKEN_IDS if published.get(name) is not None}
     return folder, ids, ""

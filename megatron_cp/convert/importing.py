@@ -1,4 +1,4 @@
-"""A published model becomes a checkpoint that a run can begin with, and a recipe for it."""
+"""Import a published model as a checkpoint, with a recipe to train it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.common.errors import ConfigError, DataError, shown
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, check_finite, undivided, whole_model
+from megatron_cp.convert.checkpoint import WholeModel, check_finite, single_rank_config, whole_model
 from megatron_cp.convert.hf_folder import PublishedWeights, check_absent, copy_companions, new_folder, read_config
 from megatron_cp.convert.recipe import continued_pretraining
 from megatron_cp.data.text.tokenizers import build_tokenizer
@@ -26,22 +26,22 @@ RECIPE, TOKENIZER = "recipe.yaml", "tokenizer"
 
 
 def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
-    """Make ``root`` with a checkpoint of the weights, the tokenizer's files and a recipe; returns what to say of it.
+    """Write checkpoint, tokenizer files and recipe to ``root``; return a report.
 
     Args:
-        dtype: of the checkpoint's weights: "float32", "bfloat16" or "float16"; by default the published ones'.
+        dtype: of the checkpoint's weights: "float32", "bfloat16" or "float16"; by default the published dtype.
 
     Raises:
-        ConfigError: the published model has no counterpart, or a file is missing or damaged.
-        RuntimeFault: ``root`` could not be written, and is absent.
+        ConfigError: the published model is not supported, or a file is missing or damaged.
+        RuntimeFault: ``root`` could not be written and does not exist.
     """
     root = root.resolve()
     check_absent(root, "--megatron-path")
     published = PublishedWeights(source)
     values = read_config(source, published.shapes)
     family, model = model_from_hf(values)
-    ahead = weights.multi_token_prediction(set(published.shapes))
-    kept = (name for name in published.shapes.keys() - ahead if not family.weights.is_spare(name, model))
+    mtp = weights.multi_token_prediction(set(published.shapes))
+    kept = (name for name in published.shapes.keys() - mtp if not family.weights.is_spare(name, model))
     own, alike = published.dtype(name for name in kept if not name.endswith(weights.KEPT_IN_FLOAT32))
     several = dtype is None and not alike
     dtype = dtype or own
@@ -54,34 +54,34 @@ def import_model(source: Path, root: Path, dtype: str | None = None) -> str:
         recipe = continued_pretraining(title, model, tokenizer, root, dtype, parameters)
         config = from_settings(recipe.settings())
         check_or_raise(config, 1, None, Environment.of("cpu"))
-        config = undivided(config, dtype)
+        config = single_rank_config(config, dtype)
         with torch.device("meta"), whole_model(config) as shapes_alone:
-            _check_fits(shapes_alone, published, family.weights, ahead)
+            _check_fits(shapes_alone, published, family.weights, mtp)
         with whole_model(config) as whole:
             parameters = _fill(whole, published, family.weights)
             check_finite(whole.parameters(), own, dtype)
             iteration = whole.save(partial, 0).name
         (partial / RECIPE).write_text(recipe.text(), encoding="utf-8")
     path = shlex.quote(str(root / RECIPE))
-    said = [
+    lines = [
         f"imported {parameters / 1e6:.1f}M parameters of {source} ({family.architecture}, {dtype}): {root / iteration}",
-        f"begin with them: megatron-cp train --recipe {path} {NAME.dataset.data_path}=PREFIX",
+        f"train: megatron-cp train --recipe {path} {NAME.dataset.data_path}=PREFIX",
     ]
     if model.max_position_embeddings != values["max_position_embeddings"]:
-        said.append(
-            f"max_position_embeddings={model.max_position_embeddings} is YaRN's factor times the original length. "
+        lines.append(
+            f"max_position_embeddings={model.max_position_embeddings}: YaRN's factor times the original length. "
             f"config.json has {values['max_position_embeddings']}; older versions of transformers divide that by the "
             "original length and get another factor"
         )
     if several:
-        said.append("its weights are of several dtypes, which float32 holds; --torch-dtype gives them one of yours")
-    if ahead:
-        said.append(f"without its layers for multi-token prediction ({len(ahead)} tensors)")
-    return "\n".join([*said, *([f"without a tokenizer: {without}"] if without else [])])
+        lines.append("the weights have several dtypes and are stored as float32; set another with --torch-dtype")
+    if mtp:
+        lines.append(f"multi-token prediction layers: not converted ({len(mtp)} tensors)")
+    return "\n".join([*lines, *([f"no tokenizer imported: {without}"] if without else [])])
 
 
 def _fill(whole: WholeModel, published: PublishedWeights, names: WeightNames) -> int:
-    """Give every parameter its value; returns how many numbers that are."""
+    """Fill every parameter from the published weights; return the number of elements."""
     model, parameters = whole.config.model, whole.parameters()
     for name, parameter in parameters.items():
         part = names.mapping_of(name)
@@ -89,11 +89,11 @@ def _fill(whole: WholeModel, published: PublishedWeights, names: WeightNames) ->
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNames, ahead: set[str]) -> None:
-    """Compare a model's parameters with the published weights; of the model, shapes are enough.
+def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNames, mtp: set[str]) -> None:
+    """Compare the shapes of a model's parameters and of the published weights.
 
     Raises:
-        ConfigError: tensors are missing, of another shape, or have no place; tells all of them.
+        ConfigError: tensors are missing, unknown or of another shape; lists all of them.
     """
     model, parameters = whole.config.model, whole.parameters()
     parts = {name: names.mapping_of(name) for name in parameters}
@@ -104,37 +104,39 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
             part.published, part.split(parameters[parameter].detach().to("meta"), model), strict=True
         )
     }
-    there = published.shapes.keys() - ahead
+    found = published.shapes.keys() - mtp
     _check_tied(model, published, names)
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - there)]
-    problems += [f"{name} has no place" for name in sorted(there - expected.keys()) if not names.is_spare(name, model)]
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found)]
+    problems += [f"{name} is unknown" for name in sorted(found - expected.keys()) if not names.is_spare(name, model)]
     problems += [
-        f"{name} has shape {published.shapes[name]} and not {shape}"
+        f"{name} has shape {published.shapes[name]} instead of {shape}"
         for name, shape in expected.items()
-        if name in there and published.shapes[name] != shape
+        if name in found and published.shapes[name] != shape
     ]
     if problems:
-        raise ConfigError(f"the weights are not of the model that config.json describes: {shown(problems, '; ')}")
+        raise ConfigError(
+            f"config.json: does not match the weights: {shown(problems, '; ')}. Fix: download the model again"
+        )
 
 
 def _check_tied(model: ModelConfig, published: PublishedWeights, names: WeightNames) -> None:
-    """An output layer beside the embedding that it is said to be must be the same."""
+    """Check that a published output layer equals the embedding if both are tied."""
     embedding, output = names.outside[weights.EMBEDDING], names.outside[weights.OUTPUT]
     both = model.share_embeddings_and_output_weights and {embedding, output} <= published.shapes.keys()
     if both and not torch.equal(published.read(embedding), published.read(output)):
         raise ConfigError(
-            f"tie_word_embeddings=True in config.json: says that {output} is {embedding}, and the weights hold another "
-            'one. Fix: "tie_word_embeddings": false (in config.json)'
+            f"tie_word_embeddings=True in config.json: {output} must equal {embedding}, but the weights differ. "
+            'Fix: "tie_word_embeddings": false (in config.json)'
         )
 
 
 def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[TokenizerConfig, str]:
-    """The recipe's tokenizer, and why it is none, if it is: data may be tokenized elsewhere."""
+    """Copy the tokenizer; return (settings, reason if it is a NullTokenizer)."""
     folder.mkdir()
     copied = copy_companions(source, folder)
-    shutil.copyfile(source / "config.json", folder / "config.json")  # for what only its publisher knows
+    shutil.copyfile(source / "config.json", folder / "config.json")  # has token ids for the export
     tokenizer = TokenizerConfig(tokenizer_model=str(folder))
-    why = "there are no files of one"
+    why = "the model has no tokenizer files"
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"}.isdisjoint(copied):
         try:
             tokens = build_tokenizer(tokenizer).vocab_size
@@ -143,5 +145,5 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> tuple[Tok
         else:
             if tokens <= (model.vocab_size or 0):
                 return tokenizer, ""
-            why = f"its {tokens} tokens do not fit the model's vocabulary of {model.vocab_size}"
+            why = f"its {tokens} tokens exceed the model's vocabulary of {model.vocab_size}"
     return TokenizerConfig("NullTokenizer", vocab_size=model.vocab_size), why

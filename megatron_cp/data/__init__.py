@@ -1,5 +1,6 @@
-"""Text in, microbatches out: tokenizers, Megatron indexed data, mock data, and the order in which samples are dealt.
+"""Turn text into microbatches: tokenizers, indexed files, datasets and batches.
 
-``tokenizers`` and ``preprocess`` make ``.bin``/``.idx`` files of text; ``datasets`` opens them (or makes mock samples);
-``batches`` deals the samples to data-parallel ranks and slices a batch along the sequence for context parallelism.
+``text`` tokenizes text into ``.bin``/``.idx`` files, ``formats`` reads data files, and ``samples`` builds datasets from
+them or from mock data. ``batch_iterator`` assigns samples to data-parallel ranks and slices batches for context
+parallelism.
 """

@@ -1,4 +1,7 @@
-"""Read ``dataset.data_path``: a path, a list of paths, or a blend of them by weights. Imports no torch."""
+"""Parse ``dataset.data_path``: a path, a list of paths, or a weighted blend.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ _MOST_FILES = 32767  # megatron-core numbers the files of a blend in 16 bits
 
 
 def parse_blend(data_path: Any, name: str = NAME.dataset.data_path) -> tuple[list[str], list[float] | None]:
-    """``dataset.data_path``, or the setting ``name``, as (paths, weights).
+    """Return (paths, weights) of the setting ``name``.
 
     Raises:
-        DataError: nothing given.
-        ValueError: as :func:`paths_and_weights`; rule K58 has found it in a run's settings.
+        DataError: ``data_path`` is empty.
+        ValueError: as :func:`paths_and_weights`; for a run's settings, rule K58 reports these errors first.
     """
     if not data_path:
         raise DataError(f"{name}: is not set. Fix: {name}=PREFIX (of a .bin/.idx pair), or {NAME.dataset.kind}=mock")
@@ -25,30 +28,30 @@ def parse_blend(data_path: Any, name: str = NAME.dataset.data_path) -> tuple[lis
 
 
 def paths_and_weights(data_path: str | list[str | int | float]) -> tuple[list[str], list[float] | None]:
-    """A path, a list of paths, or weight, path, weight, path, ... as (paths, weights).
+    """Return (paths, weights) of a path, a list of paths, or a blend.
 
     Raises:
-        ValueError: a weight without its path, a path without its weight, a weight out of range, or too many files.
+        ValueError: a weight or a path is missing, a weight is out of range, or there are too many files.
     """
     given = [data_path] if isinstance(data_path, str) else data_path
     items = [str(item) for item in given]
     if len(items) > _MOST_FILES:
-        raise ValueError(f"has {len(items)} entries, at most {_MOST_FILES} can be blended: join some of the files")
+        raise ValueError(f"has {len(items)} entries; a blend has at most {_MOST_FILES}: join some of the files")
     if not any(isinstance(item, int | float) for item in given) and (
         number_in(items[0]) is None or os.path.exists(items[0] + ".idx")
     ):
         return items, None
     weights = [weight for weight in map(number_in, items[0::2]) if weight is not None]
     if len(items) % 2 or 2 * len(weights) < len(items):
-        raise ValueError("a blend is weight, prefix, weight, prefix, ... or a list of prefixes without any weight")
+        raise ValueError("a blend is weight, prefix, weight, prefix, ... or a list of prefixes without weights")
     for weight, path in zip(items[0::2], items[1::2], strict=True):
         if not _LEAST <= float(weight) <= _MOST:
-            raise ValueError(f"the weight of {path} must be above zero, from {_LEAST:g} to {_MOST:g}, got {weight}")
+            raise ValueError(f"the weight of {path} is {weight}; it must be above zero, from {_LEAST:g} to {_MOST:g}")
     return items[1::2], weights
 
 
 def number_in(text: str) -> float | None:
-    """The number that a text is, if it is one."""
+    """Convert a text to a float; ``None`` if it is no number."""
     try:
         return float(text)
     except ValueError:

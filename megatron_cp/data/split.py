@@ -1,4 +1,7 @@
-"""The shares of train, validation and test set, as ``dataset.split`` writes them. Without torch, for the rules."""
+"""Parse ``dataset.split``, the shares of train, validation and test set.
+
+Imports no torch, for the rules.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ ALL_FOR_TRAINING = f"\"{NAME.dataset.split}='1,0,0'\" {NAME.validation.eval_iter
 
 
 def shares(split: str) -> list[float]:
-    """One to three shares, not normalized.
+    """Return one to three shares, not normalized.
 
     Raises:
-        ValueError: the text is something else, which megatron-core would pick the digits out of.
+        ValueError: the text has another form; megatron-core would silently take the digits out of it.
     """
     parts = [part.strip() for part in split.split(",")]
     if len(parts) > 3 or not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in parts):
         raise ValueError("must be one to three numbers with commas between them")
     numbers = [float(part) for part in parts]
     if not all(map(math.isfinite, numbers)):
-        raise ValueError("must be numbers that are finite")
+        raise ValueError("must be finite numbers")
     if sum(numbers) <= 0:
         raise ValueError("must have a share above 0")
     return numbers

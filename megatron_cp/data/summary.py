@@ -1,4 +1,4 @@
-"""Say what a run trains on: one ``data:`` line, a line for each file of a blend, and warnings. Imports no torch."""
+"""Log the data of a run: a line, a line per blended file, warnings. No torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LINE = 160  # characters of the data: line
-_STAMP = len("[2026-01-01 00:00:00] ")  # room that is left for it where the numbers allow
+_STAMP = len("[2026-01-01 00:00:00] ")  # subtracted from LINE for the time stamp, if the numbers leave room
 _SHORTEST_NAME = 16
 # More passes over the same text add little: Muennighoff et al., "Scaling Data-Constrained Language Models" (2023).
 _MOST_EPOCHS = 4
-_MOST_FILES = 10  # of a blend that get a line of their own
-# The kind as well, which a run's own config.yaml names; then it follows from the path.
+_MOST_FILES = 10  # files of a blend that get a log line each
+# A run's config.yaml sets the kind, so a new data_path alone would have no effect.
 _REAL_DATA = f"real: {NAME.dataset.kind}=null {NAME.dataset.data_path}=PREFIX"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
 class _Use(NamedTuple):
-    """A source, the samples that this start takes of it, and those that all starts together have taken at the end."""
+    """Samples used of one source: by this start (``now``), by all starts (``total``)."""
 
     source: Contents
     now: float
@@ -39,7 +39,7 @@ class _Use(NamedTuple):
 
 
 class TokensUsed(NamedTuple):
-    """What a run takes of its data: training samples ``first`` to before ``last``, and so many evaluation batches."""
+    """Samples that a run uses: training samples [first, last), and evaluation batches."""
 
     first: int
     last: int
@@ -70,19 +70,19 @@ def log_data(
 
 
 def planned_line(data: DatasetConfig, train_samples: int) -> str:
-    """The ``data:`` line of a dry run, which opens no file."""
+    """Return the ``data:`` line of a dry run; opens no file."""
     if _is_mock(data):
         return f"data: {_mock_name(data)} | {_REAL_DATA}"
     samples = _number(train_samples)
     try:
         files = _files(paths_of(data), LINE // 2)
-    except ValueError:  # a rule says why
+    except ValueError:  # a rule reports the reason
         return f"data: {NAME.dataset.data_path} names no files | {NAME.dataset.kind}={data.kind}"
-    return f"data: {files} ({data.kind}) | the run takes {samples} samples | a dry run opens no file"
+    return f"data: {files} ({data.kind}) | {samples} training samples | not opened (dry run)"
 
 
 def _data_line(data: DatasetConfig, datasets: Datasets, uses: Sequence[_Use], evaluates: bool) -> str:
-    """At most ``LINE`` characters; of a run that only evaluates, about the data of its first evaluation."""
+    """Return the ``data:`` line, at most ``LINE`` characters."""
     mock = _is_mock(data)
     facts = [
         *_numbers([use.source for use in uses], mock),
@@ -95,21 +95,21 @@ def _data_line(data: DatasetConfig, datasets: Datasets, uses: Sequence[_Use], ev
 
 
 def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
-    """The numbers of each file of a blend, the most repeated ones first."""
+    """Yield a line per file of a blend, the most repeated files first."""
     if len(uses) < 2:
         return
     samples = sum(use.total for use in uses) or 1
     most = sorted(uses, key=lambda use: -use.epochs)
     for number, use in enumerate(most[:_MOST_FILES], 1):
-        facts = [*_numbers([use.source], mock=False), f"{_percent(use.total / samples)} of this run's samples"]
+        facts = [*_numbers([use.source], mock=False), f"{_percent(use.total / samples)} of the run's samples"]
         epochs = _epochs(_short(use.epochs))
         yield " | ".join([f"file {number} of {len(uses)}: {use.source.name}", *facts, epochs])
     if left := most[_MOST_FILES:]:
-        yield f"{len(left)} more files: {_epochs(_short(left[0].epochs))} or less of each"
+        yield f"{len(left)} more files: at most {_epochs(_short(left[0].epochs))} each"
 
 
 def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
-    """A warning of files that are small for the length of the run."""
+    """Yield a warning if files are repeated more than ``_MOST_EPOCHS`` times."""
     repeated = sorted((use for use in uses if use.epochs > _MOST_EPOCHS), key=lambda use: -use.epochs)
     if not repeated:
         return
@@ -119,40 +119,40 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     shorter = f"{NAME.train.train_iters}={iterations}, or " if iterations * size > taken else ""
     yield (
         f"{NAME.dataset.data_path}={worst.source.name}: is repeated {_short(worst.epochs)} times by this run"
-        f"{f', {rest} more of the files more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} "
-        f"epochs of the same text add little. Fix: {shorter}more data."
+        f"{f', {rest} more files more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} epochs "
+        f"improve a model little. Fix: {shorter}more data."
     )
 
 
 def _evaluated_again(datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
-    """A warning of a held-out part that is smaller than what one evaluation takes of it."""
+    """Yield a warning for each held-out part that one evaluation repeats."""
     wanted, batch = taken.evaluation_samples, taken.eval_batch_size
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
         samples = wanted if dataset is None else sum(source.samples for source in dataset.sources())
         if samples < wanted:
             fewer = f"{NAME.validation.eval_iters}={int(samples / batch)}, or " if samples >= batch else ""
             yield (
-                f"{NAME.validation.eval_iters}={taken.eval_iters}: takes {_number(wanted)} samples of the {part} "
-                f"data, which has {_number(samples)}: they are repeated. Fix: {fewer}more data for {part}."
+                f"{NAME.validation.eval_iters}={taken.eval_iters}: an evaluation uses {_number(wanted)} {part} samples "
+                f"and repeats them, as there are only {_number(samples)}. Fix: {fewer}more data for {part}."
             )
 
 
 def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int) -> Iterator[str]:
-    """A warning of files whose documents end otherwise than this tokenizer's do; most ids are in any vocabulary."""
+    """Yield a warning for each file whose documents end with another token."""
     if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.eod_id is None:
         return
     for source in (use.source for use in uses):
         if source.ends and end not in source.ends:
             yield (
-                f"{NAME.dataset.data_path}={source.name}: none of its first {len(source.ends)} documents ends with "
-                f"{end}, as {tokenizer.tokenizer_type} ends them; another tokenizer's ids mean something else. Fix: "
-                f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH, or write "
-                "the files with that token at the end of each document."
+                f"{NAME.dataset.data_path}={source.name}: none of the first {len(source.ends)} documents ends with "
+                f"token {end}, the end-of-document token of {tokenizer.tokenizer_type}; the file may come from another "
+                f"tokenizer. Fix: {NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer "
+                f"{NAME.tokenizer.tokenizer_model}=PATH, or end each document with token {end}."
             )
 
 
 def _uses(datasets: Datasets, run: TokensUsed) -> list[_Use]:
-    """Of the training data; of a run that only evaluates, of the first part that it has."""
+    """Return the use of each training source, or of the first evaluated part."""
     dataset = next((part for part in _parts(datasets) if part is not None), None)
     if dataset is None:
         return []
@@ -174,7 +174,7 @@ def _mock_name(data: DatasetConfig) -> str:
 
 
 def _numbers(sources: Sequence[Contents], mock: bool) -> list[str]:
-    """Documents, tokens, tokens under the loss and samples of all sources together, one epoch of each."""
+    """Return documents, tokens, loss tokens and samples in one epoch of all sources."""
     tokens, counted = sum(s.tokens for s in sources), [s.loss_tokens for s in sources]
     if any(number is None for number in counted):
         loss = "all but EOD"
@@ -191,12 +191,11 @@ def _numbers(sources: Sequence[Contents], mock: bool) -> list[str]:
 
 
 def _held_out(data: DatasetConfig, datasets: Datasets, evaluates: bool) -> str:
-    """The documents that are kept for validation and test: the share of the files, or the number in files of their
-    own."""
+    """Describe the validation and test data: shares of the files, or own files."""
     shares = [_share(part) for part in _parts(datasets)]
     if not data.divides:
         own = [
-            f"{name} has own files"
+            f"{name} has its own files"
             for name, part in (("validation", datasets.valid), ("test", datasets.test))
             if part is not None
         ]
@@ -207,13 +206,13 @@ def _held_out(data: DatasetConfig, datasets: Datasets, evaluates: bool) -> str:
 
 
 def _share(part: HasSources | None) -> float:
-    """Documents of a part, as a share of all documents of its files."""
+    """Return the share of the files' documents that a part has."""
     sources = part.sources() if part is not None else []
     return sum(s.documents or 0 for s in sources) / (sum(s.all_documents or 0 for s in sources) or 1)
 
 
 def _epochs_taken(uses: Sequence[_Use], mock: bool) -> str:
-    """By this start, and of all starts together where it resumes. Of a blend the least and the most of a file."""
+    """Format the epochs of this start, and of all starts; a blend's as a range."""
     now = sorted(use.now / use.source.samples for use in uses)
     total = max(use.epochs for use in uses)
     least, most = (_short(now[i]) for i in (0, -1))
@@ -227,7 +226,7 @@ def _epochs(number: str) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits, or the whole number."""
+    """Format a number with three digits, or as an integer from 100."""
     if 0 < number < 0.001:
         return "<0.001"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
@@ -238,7 +237,7 @@ def _percent(share: float) -> str:
 
 
 def _number(number: float) -> str:
-    """Up to a million as it is, then four digits and a unit."""
+    """Format a count; from a million with four digits and a unit."""
     for size, unit in _UNITS:
         if number >= size:
             return f"{number / size:.4g}{unit}"
@@ -246,7 +245,7 @@ def _number(number: float) -> str:
 
 
 def _files(names: Sequence[str], room: int) -> str:
-    """The one name, or the first and how many more there are, in ``room`` characters; the end of a name is kept."""
+    """Return the first name and the number of others in ``room`` characters."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return _end_of(names[0], max(_SHORTEST_NAME - len(more), room - len(more))) + more
 

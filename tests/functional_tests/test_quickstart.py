@@ -100,7 +100,7 @@ def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "4 CPU processes, context parallel 4 (a2a+p2p [2, 2])" in out
     assert re.search(r"loss +\d+\.\d+ -> \d+\.\d+ first and last of 2 iterations", out)
-    assert "files it has not seen" in out
+    assert "files outside of the training data" in out
     assert (tmp_path / "run-001" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert (tmp_path / "run-001" / "config.yaml").is_file()
 
@@ -112,7 +112,7 @@ def test_the_command_to_train_on_works_as_it_is_printed(
 ) -> None:
     """No warning, and a rate that decays from above the least one."""
     assert quickstart.main(SMALL, tmp_path, sources) == 0
-    (command,) = re.findall(r"Train on from this checkpoint:\s+(.*)", capsys.readouterr().out)
+    (command,) = re.findall(r"Continue training from this checkpoint:\s+(.*)", capsys.readouterr().out)
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "warning" not in (done.stdout + done.stderr).lower(), done.stderr[-3000:]
     folder = tmp_path / "run-001"

@@ -151,7 +151,7 @@ def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[.
         slurm("scancel", "--signal=TERM", job)
         wait_for(lambda job=job: job not in slurm("squeue", "--noheader", "--format=%i").split())
         said = log.read_text()
-        assert said.count("SIGTERM: the ranks were told and ended with 143\n") == 2, said
+        assert said.count("SIGTERM: sent to the ranks, which exited with 143\n") == 2, said
         assert (f"resumed from iteration {saved} " in said) == (number > 0)
         before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
         assert saved > before

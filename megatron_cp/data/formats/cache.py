@@ -1,13 +1,14 @@
-"""Folders of what is computed once from data files: where they lie, when they are made anew, how they are written.
+"""Cache folders for arrays computed from data files.
 
-A data file counts as unchanged while its path, its size and its modification time are the same: telling so costs no
-reading, so that every rank can afford it at every start.
+A cached array is valid while path, size and modification time of the data file are unchanged. This check reads no
+data, so every rank does it at every start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,22 @@ from megatron_cp.config.names import NAME
 
 
 def cache_root(path_to_cache: str | None, data_file: str | Path) -> Path:
-    """``path_to_cache``, or without one the folder ``cache`` beside ``data_file``."""
+    """Return ``path_to_cache``, by default the folder ``cache`` beside ``data_file``."""
     return Path(path_to_cache) if path_to_cache else Path(data_file).absolute().parent / "cache"
 
 
 def cache_key(*parts: Any) -> str:
-    """16 letters that change with ``parts``, which JSON must be able to write."""
+    """Return a hash of 16 characters of ``parts``, which must be JSON values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
-    """Fill ``folder``, aside and renamed, so that an interrupted build is never read; nothing if it exists.
+    """Fill a temporary folder and rename it to ``folder``; do nothing if it exists.
 
-    Where several processes build at once, the first one's folder is taken, and the others throw theirs away.
+    If several processes build at once, the first folder is kept and the others are removed.
 
     Raises:
-        DataError: it cannot be written, or what ``fill`` raises.
+        DataError: the folder cannot be written. Errors of ``fill`` are passed on.
     """
     if folder.exists():
         return
@@ -45,16 +46,16 @@ def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
             aside.mkdir()
             fill(aside)
     except OSError as error:
-        if folder.exists():  # another node was quicker
+        if folder.exists():  # another node finished first
             return
         raise DataError(
-            f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}); "
-            f"set {NAME.dataset.path_to_cache} to a folder that can be."
+            f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}). "
+            f"Fix: {NAME.dataset.path_to_cache}=FOLDER (a writable one)"
         ) from error
 
 
 def map_array(path: str | Path) -> np.ndarray:
-    """The array of a ``.npy`` file of a folder here, mapped: the ranks of a node share its memory.
+    """Map the array of a ``.npy`` file; the ranks of a node share its memory.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -62,4 +63,6 @@ def map_array(path: str | Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete its folder, and it is made anew.") from error
+        raise DataError(
+            f"{path}: cannot be read ({error}). Fix: rm -r {shlex.quote(str(Path(path).parent))} (it is built again)"
+        ) from error

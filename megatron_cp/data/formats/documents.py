@@ -1,6 +1,7 @@
-"""Which sample belongs to which document of a ``.bin/.idx`` pair: counted once, stored, and mapped by every rank.
+"""Index from samples to documents of a ``.bin/.idx`` pair.
 
-What a rank would compute for itself is 24 bytes a document, on each rank of a node: too much for a billion documents.
+It is computed once, stored, and mapped by every rank. Computed by each rank, it would take 24 bytes a document and
+rank: too much for a billion documents.
 """
 
 from __future__ import annotations
@@ -14,27 +15,30 @@ import numpy as np
 from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
 from megatron_cp.data.formats.indexed import IndexedFiles, check_lengths, chunks, document_lengths
 
-_FORMAT = 1  # of the stored arrays; another number makes them anew
+_FORMAT = 1  # of the stored arrays; a change invalidates caches
 _TARGETS, _SAMPLES = "targets.npy", "samples.npy"
 
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """Sums over the documents before each one of a file, and at last over all: unsigned, of one entry more than these.
+    """Cumulative sums over the documents of a file: unsigned, [documents + 1].
 
-    Any run of documents, such as the training part, is one of the index, too: nothing here depends on the parts.
+    Entry i is the sum over the documents before document i. A split is a slice, so the index does not depend on it.
     """
 
-    targets: np.ndarray  # tokens to predict: all of a document but the first
-    samples: np.ndarray  # pieces of at most max_length targets
+    targets: np.ndarray  # tokens to predict: all tokens of a document but the first
+    samples: np.ndarray  # of at most max_length targets each
 
     def documents_of(self, samples: np.ndarray) -> np.ndarray:
-        """The documents of which these ``samples`` of the file are pieces: int64, of their shape."""
-        numbers = samples.astype(self.samples.dtype)  # of another type they would have the whole array copied
+        """Return the document of each sample: int64, in the shape of ``samples``."""
+        numbers = samples.astype(self.samples.dtype)  # searchsorted would copy the whole array for another dtype
         return self.samples.searchsorted(numbers, side="right") - 1
 
     def longest(self, first: int, last: int) -> tuple[int, int]:
-        """The first of the longest documents from ``first`` to before ``last``, and its targets; (first, 0) of none."""
+        """Return the first longest document in [first, last), and its targets.
+
+        Returns (first, 0) if no document has targets.
+        """
         document, most = first, 0
         for part in chunks(first, last):
             targets = np.diff(self.targets[part.start : part.stop + 1])
@@ -44,10 +48,10 @@ class DocumentIndex:
 
 
 def open_documents(files: IndexedFiles, max_length: int, path_to_cache: str | None = None) -> DocumentIndex:
-    """The index of documents that are cut into samples of at most ``max_length`` targets, one or more.
+    """Open the index of documents cut into samples of at most ``max_length`` targets.
 
-    It is made if it is not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the files) whose name
-    changes with the files and ``max_length``.
+    Builds the index if it does not exist. Its folder is in ``path_to_cache`` (by default ``cache`` beside the files);
+    the folder's name depends on the files and ``max_length``.
 
     Raises:
         DataError: the files are corrupt, or the folder cannot be written or read.
@@ -68,11 +72,11 @@ def _store(files: IndexedFiles, max_length: int, folder: Path) -> None:
 
 def _targets(files: IndexedFiles) -> Iterator[np.ndarray]:
     for part in chunks(0, files.num_boundaries - 1):
-        yield np.maximum(document_lengths(files, part) - 1, 0)  # also where there is no token
+        yield np.maximum(document_lengths(files, part) - 1, 0)  # 0, not -1, for an empty document
 
 
 def _store_sums(path: Path, parts: Iterable[np.ndarray], count: int, most: int) -> None:
-    """Write 0 and the running sums of ``count`` numbers as the smallest integers that hold ``most``."""
+    """Write cumulative sums of ``count`` numbers in the smallest dtype for ``most``."""
     dtype = np.min_scalar_type(most)
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count + 1,)}

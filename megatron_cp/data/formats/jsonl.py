@@ -1,8 +1,8 @@
-"""Samples from JSON lines, tokenized once into ``.bin``/``.idx`` files so that their lengths are known without reading.
+"""Samples from JSON lines, tokenized once into cached ``.bin``/``.idx`` files.
 
-A line is a JSON object with a text, or with a prompt and a response; of the latter only the response counts in the
-loss. A document begins with the tokenizer's BOS token where it has one, which is part of the prompt, and ends with its
-end-of-document token, which is part of the response.
+A line is a JSON object with a text, or with a prompt and a response. The loss excludes prompts. A document begins with
+the tokenizer's BOS token if it has one (part of the prompt), and ends with the end-of-document token (part of the
+response).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from megatron_cp.data.text.tokenizing import encode, indexed_writer
 from megatron_cp.launch import launcher
 
 logger = logging.getLogger(__name__)
-_FORMAT = 1  # of the cached files; another number makes them anew
+_FORMAT = 1  # of the cached files; a change invalidates caches
 _NAME, _PROMPTS = "documents", ".prompts.npy"
 _REPORT_EVERY = 100_000  # lines
 
 
 def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
-    """The prefix of a ``.jsonl`` file's ``.bin``, ``.idx`` and ``.prompts.npy``.
+    """Return the prefix of a ``.jsonl`` file's ``.bin``, ``.idx``, ``.prompts.npy``.
 
-    They are made if they are not there, in a folder in ``path_to_cache`` (by default ``cache`` beside the file) whose
-    name changes with the file's path, size and modification time, the tokenizer and the keys of a line's texts.
+    Writes them if they do not exist. Their folder is in ``path_to_cache`` (by default ``cache`` beside the file). The
+    folder's name depends on the file's path, size and modification time, the tokenizer and the keys of the texts.
 
     Raises:
-        DataError: the file cannot be read, a line is no sample (its number and what is wrong), there is none in it, or
-            the folder cannot be written.
+        DataError: the file cannot be read, a line is not a sample, there are no samples, or the folder cannot be
+            written.
     """
     file = Path(path)
     with readable(path), open(file, "rb", opener=file_or_pipe) as stream:
-        status = os.fstat(stream.fileno())  # a network file system may tell an old size of a file that is not open
+        status = os.fstat(stream.fileno())  # a network file system may report an old size of a closed file
     stamp = (str(file.absolute()), status.st_size, status.st_mtime_ns)
     identifiers = list(tokenizer.unique_identifiers.items())
     name = cache_key(_FORMAT, stamp, identifiers, config.text_key, config.prompt_key, config.response_key)
@@ -53,7 +53,7 @@ def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
 
 
 def map_prompt_lengths(prefix: str) -> np.ndarray:
-    """Tokens of each document's prompt, int32, mapped; 0 for a text.
+    """Map the prompt tokens of each document, int32; 0 for a text.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -62,23 +62,22 @@ def map_prompt_lengths(prefix: str) -> np.ndarray:
 
 
 def warn_of_plain_prompts(path: str, prefix: str, prompt_lengths: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Log, on the first rank, that an instruct model gets prompts without the special tokens of its chat template.
+    """Warn on the first rank if prompts lack the special tokens of the chat template.
 
-    Judged by the first prompt of the file ``path``, whose documents are in ``prefix.bin``.
+    Checks the first prompt of the file ``path``, which was tokenized into ``prefix.bin``.
     """
     if not tokenizer.has_chat_template or not prompt_lengths.any() or not launcher.is_first_rank():
         return
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     first = int(np.argmax(prompt_lengths > 0))
-    data = IndexedDataset(prefix)  # it unmaps what get() returns when it goes
+    data = IndexedDataset(prefix)  # keep a reference: its deletion unmaps the arrays of get()
     prompt = data.get(first, length=int(prompt_lengths[first])).tolist()
     if tokenizer.special_ids.isdisjoint(prompt[len(tokenizer.prefix) :]):
         logger.warning(
-            "%s: prompt and response are joined with nothing between, but the tokenizer has a chat template, on which "
-            "the model was tuned. Write prompts as the template does, with transformers' apply_chat_template([{'role': "
-            "'user', 'content': PROMPT}], tokenize=False, add_generation_prompt=True). Prompts with the template's "
-            "special tokens silence this warning",
+            "%s: prompts do not use the tokenizer's chat template; instruct models expect it. Fix: write prompts "
+            "with transformers' apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, "
+            "add_generation_prompt=True). The template's special tokens in the prompts silence this warning",
             path,
         )
 
@@ -98,20 +97,20 @@ def _tokenize(file: Path, tokenizer: Tokenizer, config: DatasetConfig, prefix: s
             if number % _REPORT_EVERY == 0:
                 logger.info("%s: %d lines tokenized", file, number)
     np.save(prefix + _PROMPTS, np.array(prompt_lengths, dtype=np.int32))
-    left_out = f", {empty} lines without text left out" if empty else ""
+    left_out = f", {empty} lines without text skipped" if empty else ""
     logger.info("%s: %d documents tokenized%s", file, len(prompt_lengths), left_out)
 
 
 def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[tuple[T | None, int]]:
-    """What ``parse`` makes of the object that each line holds, None for a blank one, and the line's bytes.
+    """Yield ``parse(object)`` of each line (None if blank) and the line's bytes.
 
     Raises:
-        DataError: the file cannot be read, or a line holds no object, or one for which ``parse`` raises ValueError.
+        DataError: the file cannot be read, a line is not a JSON object, or ``parse`` raises ValueError.
     """
     with readable(file), open(file, "rb", opener=file_or_pipe) as stream:
         for number, line in enumerate(stream, 1):
             try:
-                text = decode_text(line, file)  # of a file that was joined from others, any line may have a mark
+                text = decode_text(line, file)  # in a concatenated file, any line may begin with a byte order mark
                 value = parse(_object(text)) if text.strip() else None
             except ValueError as error:
                 raise DataError(f"{file}:{number}: {error}") from error
@@ -119,7 +118,7 @@ def read_lines[T](file: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[
 
 
 def _sample(value: dict[str, Any], config: DatasetConfig) -> tuple[str, str]:
-    """(prompt, text or response). Raises ValueError saying why an object is no sample."""
+    """Return (prompt, text or response); raise ValueError if there is no sample."""
     has_text = config.text_key in value
     has_pair = config.prompt_key in value and config.response_key in value
     if has_text == has_pair:
@@ -132,7 +131,7 @@ def _sample(value: dict[str, Any], config: DatasetConfig) -> tuple[str, str]:
                 f"{NAME.dataset.text_key}=null",
             ]
         raise ValueError(
-            f"{'both of ' if has_text else 'no '}{wanted}{'' if has_text else f'; it has {sorted(value)}'}. "
+            f"{'has both ' if has_text else 'has no '}{wanted}{'' if has_text else f'; its keys are {sorted(value)}'}. "
             f"Fix: {', or '.join(fixes) or f'{NAME.dataset.text_key}=NAME'}"
         )
     if has_text:
@@ -141,27 +140,27 @@ def _sample(value: dict[str, Any], config: DatasetConfig) -> tuple[str, str]:
 
 
 def _object(line: str) -> dict[str, Any]:
-    """The object that a line of JSON holds. Raises ValueError saying why it holds none."""
+    """Parse a line as a JSON object; raise ValueError if it is not one."""
     try:
         value = parse_json(line)
     except ValueError as error:
-        cut_short = "" if line.endswith("\n") else " The file ends in this line: is it truncated?"
+        cut_short = "" if line.endswith("\n") else " The file ends in this line and may be truncated."
         raise ValueError(f"not valid JSON: {error}.{cut_short}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON object is needed, found {type(value).__name__}.")
+        raise ValueError(f"must be a JSON object, found {type(value).__name__}.")
     return value
 
 
 def text_under(key: str | None, values: dict[Any, Any]) -> str:
-    """The text that a line's object has under ``key``. Raises ValueError for what no tokenizer takes."""
+    """Return the text under ``key``; raise ValueError if no tokenizer can encode it."""
     text = values[key]
     if not isinstance(text, str):
         raise ValueError(f"the value of {key!r} is {type(text).__name__}, not text.")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON's escapes can name half a character
+    except UnicodeEncodeError as error:
         raise ValueError(
-            f"the value of {key!r} holds half a surrogate pair (such as \\ud800 alone), which is no text: write the "
-            "whole pair, or remove it."
+            f"the value of {key!r} has half a surrogate pair (such as \\ud800 alone). Fix: write the whole pair, or "
+            "remove it"
         ) from error
     return text

@@ -1,4 +1,4 @@
-"""Several files in one data set: the pattern in which they take turns."""
+"""Order in which a blend takes samples from its sources."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ logger = logging.getLogger(__name__)
 _PERIOD = 1 << 16
 
 
-class Turns:
-    """Which of several sources gives sample i of an endless blend, and which of its own samples that is.
+class BlendOrder:
+    """Map from sample i of an endless blend to (source, index within the source).
 
-    Megatron's blending order, greedy so that every beginning of it has the right shares, computed for one period and
-    repeated: constant memory, and nothing depends on the number of samples that a run will take. A source gets its
-    share of the samples to within half of 2**-16. One that is too small to come up in a period is refused; or, with
-    ``keep_small``, gets a turn at the period's end, which becomes longer by it.
+    Megatron's greedy blending order, computed for one period of 2**16 samples and repeated. Memory is constant, and the
+    order does not depend on the number of samples of a run. Shares are exact to half of 2**-16. With ``keep_small``, a
+    source without a sample in the period gets one at its end.
 
     Raises:
-        DataError: a weight too small to come up in a period, without ``keep_small``.
+        DataError: a source has no sample in the period, and ``keep_small`` is false.
     """
 
     def __init__(self, weights: Sequence[float], *, keep_small: bool = False) -> None:
@@ -37,24 +36,24 @@ class Turns:
         small = np.flatnonzero(self._counts == 0)
         if small.size and not keep_small:
             raise DataError(
-                f"{NAME.dataset.data_path}: source {int(small[0])} would give less than one sample in {_PERIOD}; "
-                "raise its weight or leave it out."
+                f"{NAME.dataset.data_path}: source {int(small[0])} would give less than one sample in {_PERIOD}. "
+                "Fix: raise its weight, or remove it"
             )
         if small.size:
             self._source = np.append(self._source, small.astype(np.int16))
             self._nth = np.append(self._nth, np.zeros_like(small))
             self._counts[small] = 1
-            said = f"{NAME.dataset.data_path}: of each of the sources %s, which are small, comes one sample in %d"
-            logger.info(said, small.tolist(), len(self._source))
+            text = f"{NAME.dataset.data_path}: the small sources %s give one sample in %d each"
+            logger.info(text, small.tolist(), len(self._source))
 
     def taken(self, count: int) -> list[int]:
-        """How many of the first ``count`` samples come from each source."""
+        """Return how many of the first ``count`` samples come from each source."""
         periods, rest = divmod(count, len(self._source))
         counts = periods * self._counts + np.bincount(self._source[:rest], minlength=len(self._counts))
         return [int(number) for number in counts]
 
     def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, index among its samples) of each sample; all are of one shape."""
+        """Return (source, index within the source) of each sample."""
         periods, places = np.divmod(indices, len(self._source))
         sources = self._source[places]
         return sources, periods * self._counts[sources] + self._nth[places]

@@ -1,4 +1,4 @@
-"""What a source of samples holds: counted from its index, so that nothing large is read for it."""
+"""Counts of documents, tokens and samples of a data source, read from its index."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Contents:
-    """One epoch of a source: of the part of a file that a split takes, or of mock samples.
+    """Counts of one epoch of a source: a split's part of a file, or mock samples.
 
     Args:
-        name: the file, as ``dataset.data_path`` names it.
-        documents: of the part; ``None`` where there are none, as in mock samples of one length.
-        all_documents: of the whole file.
-        tokens: of the part's documents.
-        loss_tokens: labels that count in the loss; ``None`` where only reading every token could tell.
-        samples: that are dealt before any comes again. A fraction where windows run on from one epoch to the next.
-        ends: the last token of each of the first documents; empty where this program tokenized them for the run.
+        name: the file, as in ``dataset.data_path``.
+        documents: in the part; ``None`` for mock samples of one length.
+        all_documents: in the whole file.
+        tokens: in the part's documents.
+        loss_tokens: labels in the loss; ``None`` if counting them would need to read every token.
+        samples: per epoch. A fraction if windows continue from one epoch into the next.
+        ends: last token of each of the first documents; empty for files that this run tokenized.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Contents:
 
 
 class HasSources(Protocol):
-    """A data set that can say what its samples come from."""
+    """Data set that reports its sources."""
 
     def sources(self) -> list[Contents]:
-        """One epoch of each source."""
+        """Return the contents of one epoch of each source."""
 
     def taken(self, count: int) -> Sequence[float]:
-        """How many of the first ``count`` samples come from each source."""
+        """Return how many of the first ``count`` samples come from each source."""

@@ -1,8 +1,8 @@
-"""Datasets of fixed-length samples: megatron-core's GPTDataset over indexed files, and a mock.
+"""Datasets of fixed-length samples: indexed files (GPTDataset) and mock samples.
 
-Every dataset answers ``dataset[i]`` with 1-D tensors of ``seq_length``: ``tokens``, ``labels`` and ``position_ids``
-(int64) and ``loss_mask`` (float32). None of them has an attention mask: a ``[s, s]`` tensor would be larger than the
-activations that context parallelism divides.
+``dataset[i]`` returns 1-D tensors of ``seq_length``: ``tokens``, ``labels`` and ``position_ids`` (int64) and
+``loss_mask`` (float32). There is no attention mask: a ``[s, s]`` tensor would be larger than the activations that
+context parallelism divides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_cp.data.formats.indexed import (
     IndexedFiles,
     check_ids,
     check_lengths,
-    first_ends,
+    first_end_tokens,
     open_indexed,
     tokens_before,
 )
@@ -42,13 +42,13 @@ from megatron_cp.mcore.global_state import hidden_process_group
 from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 Sample = dict[str, torch.Tensor]
-_FORMAT = 2  # of the cached index; another number makes it anew
+_FORMAT = 2  # of the cached index; a change invalidates caches
 _PARTS = 100
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class Datasets(NamedTuple):
-    """One dataset a split, ``None`` where no samples were asked for: a Stream for the kinds that are packed."""
+    """One dataset per split, ``None`` without samples; a Stream for packed kinds."""
 
     train: Dataset | Stream | None
     valid: Dataset | Stream | None
@@ -58,12 +58,12 @@ class Datasets(NamedTuple):
 def build_datasets(
     data: DatasetConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
 ) -> Datasets:
-    """The datasets of a run; each has at least as many samples as asked for. Call it on every rank.
+    """Build the datasets of a run, each with at least the given number of samples.
 
-    The sample indices of indexed files are built once, by one rank of those that share a file system, and cached.
+    Call it on every rank. For indexed files, one rank per file system builds the sample indices and caches them.
 
     Raises:
-        DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
+        DataError: a file or a setting of the ``dataset`` section is wrong; raised on every rank with one message.
     """
     samples = (train_samples, valid_samples, test_samples)
     kind = data.kind or ("indexed" if data.data_path else "mock")
@@ -81,50 +81,49 @@ def build_datasets(
 
 
 class TokenDataset(GPTDataset):
-    """megatron-core's GPTDataset, dealt in an order that does not depend on how many samples are asked for.
+    """GPTDataset with an order that does not depend on the number of samples.
 
-    Upstream shuffles the documents of all epochs of a run together, so that a run that is made longer goes on with
-    other samples. Here upstream indexes one epoch, and every later one deals its samples in a new order. What is left
-    after the last whole sample would then never be read; so training data of few samples are indexed for more epochs,
-    as many as leave less than one part in ``_PARTS``.
+    megatron-core shuffles the documents of all epochs together, so a longer run has other samples. Here it indexes one
+    epoch, and each later epoch is a new permutation of its samples. The tokens after the last whole sample would never
+    be read. Training data with few samples are therefore indexed for several epochs, so that less than one part in
+    ``_PARTS`` is lost.
     """
 
     def __init__(self, dataset: Any, path: str | None, indices: np.ndarray, num_samples: int, *others: Any) -> None:
-        # One sample: one epoch then, or as many as make up a sample; of training data _get_num_epochs makes it more.
+        # 1 sample: upstream then indexes the fewest epochs; for training data, _get_num_epochs adds more.
         super().__init__(dataset, path, indices, 1, *others)
         self._wanted = num_samples
-        # Upstream keeps the first sample's loss mask *after* zeroing its padding, and gives it to all later samples:
-        # what a rank computes would depend on the sample it read first.
+        # Upstream would reuse the first sample's loss mask, with its padding zeroed, for all later samples.
         self.masks_and_position_ids_are_cacheable = False
 
     def __len__(self) -> int:
         return max(self._wanted, super().__len__())
 
     def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
-        # Upstream adds epochs of no tokens for ever.
+        # Upstream would loop forever.
         if num_tokens_per_epoch == 0:
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} part of {NAME.dataset.split}={self.config.split} "
                 f"has no documents (the file has {len(self.dataset)}). Fix: {ALL_FOR_TRAINING}"
             )
         epochs = -(-_PARTS * self.config.sequence_length // num_tokens_per_epoch)
-        if epochs > 1 and self.index_split == Split.train:  # of a held-out part, samples that share no token
-            # All samples that there are: upstream would deal those of the last epoch apart.
+        if epochs > 1 and self.index_split == Split.train:  # samples of a held-out part must not share tokens
+            # Every sample of these epochs: with fewer, upstream would shuffle the last epoch separately.
             self.num_samples = (epochs * num_tokens_per_epoch - 1) // self.config.sequence_length
         return super()._get_num_epochs(num_tokens_per_epoch)
 
     def contents(self) -> Contents:
-        """One epoch of this part of the file."""
+        """Return the counts of one epoch of this part of the file."""
         files, boundaries = open_indexed(self.dataset_path), self.dataset.document_indices
-        sequences = np.array([self.indices[0], self.indices[-1] + 1])  # a run, of which a document may have several
+        sequences = np.array([self.indices[0], self.indices[-1] + 1])  # contiguous; a document may have several
         tokens, (first, last) = int(np.diff(tokens_before(files, sequences))[0]), boundaries.searchsorted(sequences)
         samples = super().__len__() / self._get_num_epochs(tokens)
         counted = None if self.config.eod_mask_loss else samples * self.config.sequence_length
-        ends = first_ends(files)
+        ends = first_end_tokens(files)
         return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
     def __getitem__(self, idx: int | None) -> Sample:
-        if idx is not None:  # upstream's index of one epoch is in random order already
+        if idx is not None:  # upstream has already shuffled the first epoch
             count = super().__len__()
             turn, position = divmod(int(idx), count)
             idx = shuffled(position, count, self.config.random_seed, turn) if turn else position
@@ -135,7 +134,7 @@ class TokenDataset(GPTDataset):
 
 
 class _Samples(Dataset):
-    """Only what a batch needs of a sample (a blend adds ``dataset_id``)."""
+    """Dataset with the keys of a batch only (a blend adds ``dataset_id``)."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -148,16 +147,16 @@ class _Samples(Dataset):
         return {key: sample[key] for key in SAMPLE_KEYS}
 
     def sources(self) -> list[Contents]:
-        """One epoch of each file."""
+        """Return the counts of one epoch of each file."""
         return [dataset.contents() for dataset in getattr(self._dataset, "datasets", [self._dataset])]
 
     def taken(self, count: int) -> Sequence[float]:
-        """How many of the first ``count`` samples come from each source: of a blend, by its weights."""
+        """Return how many of the first ``count`` samples come from each source."""
         return [count * weight for weight in getattr(self._dataset, "weights", [1.0])]
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:
-    """Let one rank fill the cache, where nodes share no file system one of each, then load from it everywhere."""
+    """Fill the cache on one rank (per file system), then load it on every rank."""
     parts = run_on_all_ranks(lambda: files_of_splits(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
     if not paths:
@@ -176,22 +175,22 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
             check_lengths(each)
         try:
             build(aside)
-        except IndexError as error:  # a blend that asks a file for more than it has
+        except IndexError as error:  # a blend needs more samples of a file than it has
             raise DataError(str(error)) from error
 
     run_once_per_node(lambda: build_cached(fill, cache))
-    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # a damaged one: one message
+    run_on_all_ranks(lambda: [map_array(path) for path in cache.rglob("*.npy")])  # one message for a damaged file
     return build(cache)
 
 
 def _weighed(part: SplitFiles, files: dict[str, IndexedFiles]) -> SplitFiles:
-    """With prefixes for paths, and a weight for each of several files."""
+    """Replace paths by prefixes, and set a weight for each of several files."""
     found = [files[path] for path in part.paths]
     weights = part.weights
     if len(found) == 1:
         weights = None
     elif weights is None:
-        # In proportion to the tokens. Without weights megatron-core would offer one epoch and no more.
+        # Without weights, megatron-core would provide one epoch only.
         weights = [float(f.num_tokens) for f in found]
     return SplitFiles([f.prefix for f in found], weights, part.share)
 
@@ -220,7 +219,7 @@ def _build_with_megatron_core(
     if config.divides:
         core_config.split_matrix = [part and part.share for part in parts]
     with warnings.catch_warnings():
-        # Upstream says that it knows no rank.
+        # Upstream warns that it cannot determine the rank.
         warnings.filterwarnings("ignore", message="Could not determine rank")
         datasets = BlendedMegatronDatasetBuilder(TokenDataset, list(samples), lambda: True, core_config).build()
     return [None if dataset is None else _Samples(dataset) for dataset in datasets]
@@ -233,9 +232,11 @@ def _cache_key(
     files: Iterable[IndexedFiles],
     samples: Sequence[int],
 ) -> str:
-    """Changes with everything the sample indices depend on. Upstream's own key forgets the files' contents.
+    """Return a hash of everything that the sample indices depend on.
 
-    The order in which a blend takes turns is as long as the run; that of one file is not.
+    megatron-core's own key ignores the contents of the files.
+
+    The index of a blend depends on the number of samples; the index of a single file does not.
     """
     blended = any(part and part.weights for part in parts)
     sizes = list(samples) if blended else [bool(count) for count in samples]

@@ -13,10 +13,10 @@ from megatron_cp.data.samples.contents import Contents
 
 
 class MockDataset(Dataset):
-    """Random tokens that depend on (seed, index) alone, so that every parallel layout sees the same samples.
+    """Random tokens that depend on (seed, index) only, so every layout gets the same.
 
-    ``mock_masked_fraction`` of the loss mask is zero on average: one run of tokens in each sample, of varying length
-    and place, so that neither samples nor parts of a sequence weigh the same.
+    On average, ``mock_masked_fraction`` of the loss mask is zero: one contiguous range per sample, of random length and
+    position. Samples, and parts of a sequence, then have different numbers of loss tokens.
     """
 
     def __init__(self, config: DatasetConfig, vocab_size: int, seed: int, num_samples: int) -> None:
@@ -26,13 +26,13 @@ class MockDataset(Dataset):
         return self._num_samples
 
     def sources(self) -> list[Contents]:
-        """The distinct samples; their tokens under the loss as expected, not counted."""
+        """Return the distinct samples, with the expected number of loss tokens."""
         samples, masked = self._config.mock_num_samples, self._config.mock_masked_fraction
         tokens = samples * self._config.seq_length
         return [Contents("", None, None, tokens, tokens * (1 - masked), samples)]
 
     def taken(self, count: int) -> Sequence[float]:
-        """How many of the first ``count`` samples come from each source."""
+        """Return how many of the first ``count`` samples come from each source."""
         return [count]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""The order in which samples are dealt: shuffled anew every epoch, and a function of the sample's number alone.
+"""Sample order: a new permutation each epoch, computed from the sample's number.
 
-Nothing is stored and nothing depends on how long a run is: the state of a data set is the number of samples consumed,
-and a run that is made longer goes on in the same order.
+Nothing is stored, and nothing depends on the length of a run. The state of a data set is the number of consumed
+samples, and a longer run continues in the same order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ROUNDS = 4  # enough for a strong pseudorandom permutation (Luby and Rackoff, 1
 
 
 def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """Item at ``position`` of a pseudorandom permutation of ``range(count)``, one for each (seed, epoch).
+    """Return item ``position`` of a pseudorandom permutation of ``range(count)``.
 
-    A balanced Feistel network over the next power of four, walked until it lands below ``count``: less than four
-    steps on average (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Constant time and memory,
-    where a shuffled array would cost eight bytes a document on every rank.
+    There is one permutation for each (seed, epoch): a balanced Feistel network over the next power of four, repeated
+    until the result is below ``count``. This takes less than four steps on average (Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002), and no memory; a shuffled array would take eight bytes a document on every rank.
     """
     half, key = _half_width(count), _mix(_mix(seed & _MASK) + epoch)
     while True:
@@ -31,7 +31,7 @@ def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
 
 
 def shuffled_all(positions: NDArray[np.int64], count: int, seed: int, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """:func:`shuffled` of many positions, each of an epoch of its own; all are int64 [n]."""
+    """Return :func:`shuffled` of each (position, epoch); all arrays are int64 [n]."""
     half, keys = _half_width(count), _mix(_mix(seed & _MASK) + epochs.astype(np.uint64))
     items = _step(positions.astype(np.uint64), half, keys)
     while (outside := np.flatnonzero(items >= count)).size:
@@ -40,12 +40,12 @@ def shuffled_all(positions: NDArray[np.int64], count: int, seed: int, epochs: ND
 
 
 def _half_width(count: int) -> int:
-    """Bits of each half of a position."""
+    """Return the number of bits of each half of a position."""
     return max(1, ((count - 1).bit_length() + 1) // 2)
 
 
 def _step(position: Any, half: int, key: Any) -> Any:
-    """The network once, for a position and key that are integers or arrays (uint64)."""
+    """Apply the network once; position and key are integers or uint64 arrays."""
     low = (1 << half) - 1
     left, right = position >> half, position & low
     for turn in range(_ROUNDS):
@@ -54,10 +54,7 @@ def _step(position: Any, half: int, key: Any) -> Any:
 
 
 def _mix(x: Any) -> Any:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every bit of the input changes half of the output's.
-
-    Modulo 2**64, to which integers are cut, and by which arrays (uint64) wrap.
-    """
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), modulo 2**64."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK

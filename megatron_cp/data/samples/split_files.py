@@ -1,4 +1,4 @@
-"""Where the samples of train, validation and test set come from: shares of the same files, or files of their own."""
+"""Files of train, validation and test set: shares of the same files, or own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELDS = ("data_path", "valid_data_path", "test_data_path")
 
 
 class SplitFiles(NamedTuple):
-    """Files, their weights if they have any, and where in each of them the part begins and ends, as shares."""
+    """Files, optional weights, and the part of each file as (begin, end) in [0, 1]."""
 
     paths: list[str]
     weights: list[float] | None
@@ -22,12 +22,12 @@ class SplitFiles(NamedTuple):
 
 
 def files_of_splits(config: DatasetConfig, samples: Sequence[int]) -> list[SplitFiles | None]:
-    """The parts for train, valid and test; ``None`` where no samples are asked for.
+    """Return the files for train, valid and test; ``None`` for a part without samples.
 
-    Each part that is asked for has a share or files, as rule K32 sees to.
+    Rule K32 ensures that each part with samples has a share or files.
 
     Raises:
-        DataError: a path is none.
+        DataError: a path is not set.
     """
     if config.divides:
         from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -46,11 +46,11 @@ def files_of_splits(config: DatasetConfig, samples: Sequence[int]) -> list[Split
 
 
 def paths_of(config: DatasetConfig) -> list[str]:
-    """Every file that a run may read, each once. Raises DataError where a path is none."""
+    """Return every file that a run may read, each once; DataError if one is not set."""
     given = [f for f in _FIELDS if f == "data_path" or getattr(config, f) is not None]
     return list(dict.fromkeys(path for f in given for path in parse_blend(getattr(config, f), f"dataset.{f}")[0]))
 
 
 def has_test_part(config: DatasetConfig) -> bool:
-    """Whether there is data for the test set."""
+    """Return whether there is data for the test set."""
     return sum(shares(config.split)[2:]) > 0 if config.divides else config.test_data_path is not None

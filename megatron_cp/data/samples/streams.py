@@ -1,7 +1,8 @@
-"""Data sets for packing: samples of their own lengths, dealt in an order that never depends on layout or length of run.
+"""Data sets for packing: samples of variable length in an order of their own.
 
-A :class:`Stream` answers ``len``, ``lengths(indices)`` without reading, and ``[i]`` with 1-D ``tokens``, ``labels``
-(int64) and ``loss_mask`` (float32), which is what :mod:`megatron_cp.dynamic_cp.runtime.iterator` schedules.
+The order depends on neither the layout nor the length of the run. ``Stream.lengths(indices)`` reads no tokens;
+``stream[i]`` returns 1-D ``tokens``, ``labels`` (int64) and ``loss_mask`` (float32) for
+:mod:`megatron_cp.dynamic_cp.runtime.iterator`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
 from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_of_plain_prompts
-from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
@@ -34,11 +35,10 @@ Source = DocumentDataset | MockVarlenDataset  # one epoch of samples
 
 
 class Stream:
-    """An endless, shuffled blend of sources, of which a run wants the first ``num_samples``.
+    """Endless, shuffled blend of sources; a run uses the first ``num_samples``.
 
-    Sample i is the same whatever ``num_samples`` is, and is there also beyond them. Each source is dealt whole, in a
-    new order, before any of its samples comes again. ``weights`` are shares of *tokens*; by default every source gives
-    what it has.
+    Sample i does not depend on ``num_samples``, and exists beyond them. Each epoch of a source is a new permutation of
+    all of its samples. ``weights`` are shares of *tokens*; by default the sources' numbers of samples decide.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None, seed: int, num_samples: int) -> None:
@@ -46,30 +46,30 @@ class Stream:
         shares = [float(len(source)) for source in sources]
         if weights is not None:
             shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
-        # Only a weight that somebody gave can be raised.
-        self._turns = Turns(shares, keep_small=weights is None) if len(sources) > 1 else None
+        # keep_small: the user can raise a small weight only if weights are given.
+        self._blend_order = BlendOrder(shares, keep_small=weights is None) if len(sources) > 1 else None
 
     def __len__(self) -> int:
         return self._num_samples
 
     def sources(self) -> list[Contents]:
-        """One epoch of each source."""
+        """Return the counts of one epoch of each source."""
         return [source.contents() for source in self._sources]
 
     def taken(self, count: int) -> Sequence[float]:
-        """How many of the first ``count`` samples come from each source."""
-        return self._turns.taken(count) if self._turns else [count]
+        """Return how many of the first ``count`` samples come from each source."""
+        return self._blend_order.taken(count) if self._blend_order else [count]
 
     def _locate(self, indices: np.ndarray) -> Iterator[tuple[Source, np.ndarray, np.ndarray]]:
-        """Each source that gives some of these samples, which of ``indices`` these are, and their places in it."""
-        numbers, nths = self._turns(indices) if self._turns else (np.zeros_like(indices), indices)
+        """Yield (source, offsets into ``indices``, indices within the source)."""
+        numbers, nths = self._blend_order(indices) if self._blend_order else (np.zeros_like(indices), indices)
         for number in np.unique(numbers).tolist():
             source, mine = self._sources[number], np.flatnonzero(numbers == number)
             epochs, positions = np.divmod(nths[mine], len(source))
             yield source, mine, shuffled_all(positions, len(source), self._seed + number, epochs)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples, int64 as ``indices``."""
+        """Return the tokens of each sample, int64, in the shape of ``indices``."""
         found = np.empty(len(indices), dtype=np.int64)
         for source, mine, places in self._locate(indices):
             found[mine] = source.lengths(places)
@@ -81,10 +81,12 @@ class Stream:
 
 
 def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:
-    """A stream for each of train, valid and test, ``None`` where no samples are asked for. Call it on every rank.
+    """Build a stream for train, valid and test; ``None`` for a part without samples.
+
+    Call it on every rank.
 
     Raises:
-        DataError: on every rank, with one message, where a file or a setting of the ``dataset`` section is at fault.
+        DataError: a file or a setting of the ``dataset`` section is wrong; raised on every rank with one message.
     """
     seeds = [config.random_seed + 1_000_003 * split for split in range(len(SPLITS))]
     if config.kind == "mock_documents":
@@ -133,17 +135,17 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
 
 
 def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Make what the ranks of this node are going to map; what each path holds, by which nodes can be compared."""
-    holds = {}
+    """Build the caches of this node; return each path's counts, to compare nodes."""
+    contents = {}
     for path in paths:
         files = open_indexed(_prefix(path, config, tokenizer))
         open_documents(files, config.seq_length, config.path_to_cache)
-        holds[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
-    return holds
+        contents[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
+    return contents
 
 
 def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
-    """Prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
+    """Return the prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
     return tokenized(path, tokenizer, config) if config.kind == "jsonl" else path
 
 
@@ -156,7 +158,7 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
             lengths = np.resize(read_lengths(named), count)
             if cut := int((lengths > longest).sum()):
                 logger.info(
-                    f"{NAME.dataset.mock_lengths}=%s: %d of %d are cut to {NAME.dataset.seq_length}", named, cut, count
+                    f"{NAME.dataset.mock_lengths}=%s: %d of %d cut to {NAME.dataset.seq_length}", named, cut, count
                 )
             lengths = np.minimum(lengths, longest)
     except ValueError as error:
@@ -165,10 +167,10 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
 
 
 def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
-    """What one rank can find wrong with the files of a run before it meets the others; reads next to nothing.
+    """Check the files of a run on one rank, before the rendezvous; reads headers only.
 
     Raises:
-        DataError: a file is missing or unusable, or was made with other special tokens than the run's ``tokenizer``.
+        DataError: a file is missing or unusable, or has other special tokens than the run's ``tokenizer``.
     """
     if config.kind in ("indexed", "documents", "jsonl"):
         paths, is_text = paths_of(config), config.kind == "jsonl"
@@ -184,4 +186,4 @@ def _readable(path: str) -> None:
     with readable(path), open(path, "rb", opener=file_or_pipe) as file:
         empty = not file.read(1)
     if empty:
-        raise DataError(f"{path}: is empty.")
+        raise DataError(f"{path}: is empty. Fix: name a file with samples")

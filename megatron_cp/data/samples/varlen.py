@@ -1,8 +1,7 @@
-"""Variable-length samples: one a document, with labels and loss mask of its own.
+"""Variable-length samples: one per document.
 
-For a document of tokens d[0..n] the sample is ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask of ones, or of
-ones where the label is part of the response: no token ever predicts the next document. Lengths are known without
-reading the tokens.
+For a document of tokens d[0..n] the sample has ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask. The mask is 1,
+or 0 for labels in a prompt. No token predicts the next document. Lengths are read from the index, not from the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
-from megatron_cp.data.formats.indexed import check_ids, chunks, first_ends, open_indexed, tokens_between
+from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.split import ALL_FOR_TRAINING
 
@@ -24,11 +23,11 @@ Sample = dict[str, torch.Tensor]
 
 
 class MockVarlenDataset:
-    """Random tokens that depend on (seed, index) alone, of given lengths; part of each loss mask is zero.
+    """Random tokens that depend on (seed, index) only, of given lengths.
 
     Args:
         lengths: tokens of each sample, each at least 1.
-        masked_fraction: share of a sample's loss mask that is zero on average, a run of tokens at its start; below 1.
+        masked_fraction: average share of zeros in a loss mask, below 1. The zeros are at the sample's start.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class MockVarlenDataset:
     ) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int64)
         if self._lengths.size == 0 or int(self._lengths.min()) < 1:
-            raise DataError("mock samples need lengths of 1 or more, and at least one of them")
+            raise DataError("needs at least one length, and lengths of 1 or more. Fix: remove shorter lengths")
         self._vocab_size, self._seed, self._masked = vocab_size, seed, masked_fraction
         self.num_tokens = int(self._lengths.sum())
 
@@ -44,13 +43,13 @@ class MockVarlenDataset:
         return len(self._lengths)
 
     def contents(self) -> Contents:
-        """One epoch; its tokens under the loss as expected, not counted."""
-        tokens, most = self.num_tokens, 2 * self._masked  # the share that is masked is drawn from 0 to most, or to 1
+        """Return the counts of one epoch, with the expected number of loss tokens."""
+        tokens, most = self.num_tokens, 2 * self._masked  # a sample's masked share is uniform in [0, most], cut to 1
         masked = most / 2 if most <= 1 else 1 - 1 / (2 * most)
         return Contents("", len(self), len(self), tokens, tokens * (1 - masked), len(self))
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples, int64 as ``indices``."""
+        """Return the tokens of each sample, int64, in the shape of ``indices``."""
         return self._lengths[indices]
 
     def __getitem__(self, index: int) -> Sample:
@@ -63,24 +62,23 @@ class MockVarlenDataset:
 
 
 class DocumentDataset:
-    """The documents of a Megatron ``.bin``/``.idx`` pair, one sample each.
+    """Documents of a Megatron ``.bin``/``.idx`` pair, one sample each.
 
     Args:
         prefix: path of the two files without their endings.
-        max_length: most tokens of a sample.
-        too_long: ``split`` cuts longer documents into samples of at most ``max_length``; ``refuse`` makes one an error.
-        part: shares of the documents at which this data set begins and ends, in the order of the file.
-        prompt_lengths: tokens at the start of each document of the file that are no part of the loss.
+        max_length: largest number of tokens of a sample.
+        too_long: ``split`` cuts longer documents into samples of at most ``max_length``; ``refuse`` raises an error.
+        part: (begin, end) of the documents to use, as shares of the file in [0, 1].
+        prompt_lengths: tokens at the start of each document of the file without loss.
         vocab_size: token ids must be below it.
-        path_to_cache: folder of the index of documents, which is made if it is not there; by default ``cache`` beside
-            the files.
-        name: what messages call the files, where these were made from another one; by default ``prefix``.
+        path_to_cache: folder of the document index, built if it does not exist; by default ``cache`` beside the files.
+        name: name of the files in messages; by default ``prefix``.
 
-    Documents of fewer than two tokens have nothing to predict and are left out.
+    Documents of fewer than two tokens have nothing to predict and are skipped.
 
     Raises:
-        DataError: the files are unusable, no document has two tokens, one is too long, or the index cannot be written;
-            when a sample is read, it has a token that is not in the vocabulary.
+        DataError: the files are unusable, no document has two tokens, one is too long, or the index cannot be written.
+            Reading a sample raises it for a token that is not in the vocabulary.
     """
 
     def __init__(
@@ -103,13 +101,15 @@ class DocumentDataset:
         self._data = IndexedDataset(files.prefix)
         total = files.num_boundaries - 1
         if prompt_lengths is not None and len(prompt_lengths) != total:
-            raise DataError(f"{self._path}: has {total} documents but {len(prompt_lengths)} prompt lengths.")
+            raise DataError(
+                f"{self._path}: has {total} documents but {len(prompt_lengths)} prompt lengths. Fix: delete the cache"
+            )
         self._prompts = prompt_lengths
         first, last = self._part = tuple(round(share * total) for share in part)
         if too_long == "refuse":
             worst, targets = self._index.longest(first, last)
             if targets > max_length:
-                counted = " (from 0, lines without text not counted)" if prompt_lengths is not None else ""
+                counted = " (from 0, without lines without text)" if prompt_lengths is not None else ""
                 raise DataError(
                     f"{self._path}: document {worst}{counted} has {targets + 1} tokens, more than {max_length} + 1. "
                     f"Fix: {NAME.dataset.too_long}=split, or {NAME.dataset.seq_length}={targets}"
@@ -123,43 +123,43 @@ class DocumentDataset:
                     f"{self._path}: has none of its {total} documents in this part. Fix: {ALL_FOR_TRAINING}"
                 )
             where = "no document" if part == (0.0, 1.0) else f"none of the documents {first} to {last - 1} of {total}"
-            raise DataError(f"{self._path}: {where} has two tokens or more, so there is nothing to predict.")
+            raise DataError(f"{self._path}: {where} has two tokens or more. Fix: use longer documents")
 
     def __len__(self) -> int:
         return self._num_samples
 
     def contents(self) -> Contents:
-        """One epoch. Prompts are summed: four bytes a document are read, of the index alone."""
+        """Return the counts of one epoch; reads the prompt lengths, four bytes a document."""
         (first, last), masked = self._part, 0
         if self._prompts is not None:
             for piece in chunks(first, last):
                 masked += int(np.maximum(self._prompts[piece].astype(np.int64) - 1, 0).sum())  # a text's is 0
-        ends = first_ends(self._files) if self._prompts is None else ()
+        ends = first_end_tokens(self._files) if self._prompts is None else ()
         tokens, of_file = tokens_between(self._files, first, last), self._files.num_boundaries - 1
         return Contents(self._path, last - first, of_file, tokens, self.num_tokens - masked, len(self), ends)
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Document of the file, first token in it, and number of tokens of each sample; all are of one shape."""
+        """Return (document, first token within it, number of tokens) of each sample."""
         outside = (indices < 0) | (indices >= len(self))
         if outside.any():
             raise IndexError(f"sample {indices[outside][0]} of {len(self)}")
         samples = self._before + indices
         documents = self._index.documents_of(samples)
-        # Of the index only what is asked for is made int64: it is unsigned, and too large to be copied.
+        # Convert only the requested entries of the unsigned index: a copy of all would be too large.
         starts = (samples - self._index.samples[documents].astype(np.int64)) * self._max_length
         first, end = (self._index.targets[documents + i].astype(np.int64) for i in range(2))
         return documents, starts, np.minimum(end - first - starts, self._max_length)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of samples, int64 as ``indices``."""
+        """Return the tokens of each sample, int64, in the shape of ``indices``."""
         return self._locate(indices)[2]
 
     def __getitem__(self, index: int) -> Sample:
         document, start, length = map(int, self._locate(np.asarray(index)))
-        # The first of the document's sequences, which lie one after the other in the file.
+        # A document's sequences are contiguous, so its first sequence gives the offset.
         sequence = int(self._data.document_indices[document])
         text = self._data.get(sequence, offset=start, length=length + 1)
-        text = text[0] if isinstance(text, tuple) else text  # multimodal files give a mode too
+        text = text[0] if isinstance(text, tuple) else text  # multimodal files return (tokens, mode)
         tokens = torch.from_numpy(text.astype(np.int64))
         smallest, largest = (int(value) for value in tokens.aminmax())
         check_ids(self._path, smallest, largest, self._vocab_size)

@@ -1,7 +1,7 @@
-"""Text into Megatron ``.bin``/``.idx`` files.
+"""Tokenize text into Megatron ``.bin``/``.idx`` files.
 
-A text file is one document; each line of a ``.jsonl`` or ``.json`` file is one document, under one key. Every document
-begins with the tokenizer's BOS token, where it has one, and ends with its end-of-document token.
+A text file is one document; each line of a ``.jsonl`` or ``.json`` file is one document, under one key. A document
+begins with the tokenizer's BOS token, if it has one, and ends with its end-of-document token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_cp.data.text.text_files import DEFAULT_SUFFIXES, left_out, read_do
 from megatron_cp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_cp.data.text.tokenizing import encode, indexed_writer
 
-_CHUNK_BYTES = 1 << 18  # text handed to a worker at once
+_CHUNK_BYTES = 1 << 18  # text per task of a worker
 _CHUNKS_IN_FLIGHT = 4  # per worker: bounds the memory
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written, and what is said of a folder's files that were left out for their endings.
+    """Counts of a preprocessing run.
 
-    ``form`` is what was written for a text, such as ``<s> text </s>``.
+    ``form`` is the form of a document, such as ``<s> text </s>``; ``left_out`` describes a folder's skipped files.
     """
 
     prefix: str
@@ -50,7 +50,10 @@ class Summary:
 
 @contextmanager
 def _progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield what takes the bytes read: a bar on a terminal, a line every tenth elsewhere; "" shows nothing."""
+    """Yield a function that adds read bytes to a progress display.
+
+    The display is a bar on a terminal, else a line every 10%. An empty ``description`` shows nothing.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -80,22 +83,24 @@ def preprocess(
     workers: int = 1,
     progress: str = "",
 ) -> Summary:
-    """Tokenize ``inputs`` into ``output_prefix.bin`` and ``.idx``; documents keep the order of the inputs.
+    """Tokenize ``inputs``, in their order, into ``output_prefix.bin`` and ``.idx``.
 
-    ``workers`` processes tokenize; 1 does it in this process. The result does not depend on it. Empty documents are
-    left out. ``progress`` is what the progress is shown under.
+    ``workers`` processes tokenize, or this process if 1; the result does not depend on it. Empty documents are skipped.
+    ``progress`` is the label of the progress display.
 
     Raises:
-        DataError: bad input (see ``text_files``), or no token in all of it.
+        DataError: bad input (see ``text_files``), or no tokens in all inputs.
         OSError: the output cannot be written.
     """
     if workers < 1:
-        raise DataError(f"workers={workers}: must be 1 or more.")
+        raise DataError(f"workers={workers}: must be 1 or more. Fix: workers=1")
     tokenizer = build_tokenizer(tokenizer_config)
     files, others = search(inputs, suffixes)
     prefix = str(output_prefix).removesuffix(".bin").removesuffix(".idx")
     if not prefix or prefix.endswith(os.sep):
-        raise DataError(f"output_prefix={str(output_prefix)!r}: must end in a name, to which .bin and .idx are added.")
+        raise DataError(
+            f"output_prefix={str(output_prefix)!r}: must end in a file name. Fix: output_prefix={prefix + 'corpus'!r}"
+        )
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     empty, text_bytes, total_bytes = 0, 0, sum(file.stat().st_size for file in files)
     source = f"{files[0]}{' and the other files' if len(files) > 1 else ''}"
@@ -121,12 +126,12 @@ def _tokenized(
     dtype: type[np.integer],
     workers: int,
 ) -> Iterator[tuple[list[np.ndarray], int]]:
-    """(ids of each of some documents, bytes read) in the order of the files."""
+    """Yield (ids of several documents, bytes read) in the order of the files."""
     if workers == 1:
         for texts, num_bytes in _chunks(files, json_key):
             yield _encode(tokenizer, texts, dtype), num_bytes
         return
-    # Fresh processes: a forked copy of one whose tokenizer already runs threads would stop working.
+    # spawn: a tokenizer that already uses threads would hang in a forked process.
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (config, dtype)) as pool:
         pending: deque[Future[tuple[list[np.ndarray], int]]] = deque()
         try:
@@ -137,7 +142,9 @@ def _tokenized(
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
-            raise DataError("a tokenizing process was killed (out of memory?); use fewer --workers.") from error
+            raise DataError(
+                f"--workers {workers}: a worker was killed, probably for lack of memory. Fix: --workers {workers // 2}"
+            ) from error
         finally:
             for future in pending:
                 future.cancel()
@@ -165,7 +172,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(config: TokenizerConfig, dtype: type[np.integer]) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     _worker.update(tokenizer=build_tokenizer(config), dtype=dtype)
 
 

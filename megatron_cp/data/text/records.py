@@ -1,4 +1,4 @@
-"""The record beside prepared data: which special tokens its documents begin and end with, compared with the run's."""
+"""Record of the special tokens that a data file's documents begin and end with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDING = ".meta.json"  # beside .bin and .idx
 
 @dataclass(frozen=True)
 class Record:
-    """How a file's documents were written. ``prefix`` and ``suffix`` are the tokens around each text."""
+    """Tokenizer of a file; ``prefix`` and ``suffix`` are the tokens around each text."""
 
     tokenizer_type: str
     tokenizer_model: str | None
@@ -49,20 +49,20 @@ def write_record(path: str, tokenizer: Tokenizer) -> None:
 
 
 def document_form(tokenizer: Tokenizer) -> str:
-    """What is written for a text, such as ``<s> text </s>``."""
+    """Return the form of a document, such as ``<s> text </s>``."""
     return " ".join([*map(tokenizer.name_of, tokenizer.prefix), "text", *map(tokenizer.name_of, tokenizer.suffix)])
 
 
 def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
-    """Compare how the documents of ``.bin/.idx`` files begin and end with what the run's tokenizer would write.
+    """Check that documents begin and end with the tokens of the run's tokenizer.
 
-    Of files without a record, made by earlier versions or other programs, the first document is compared; those that
-    differ are named in one warning.
+    Files of earlier versions or of other programs have no record. One warning lists those files whose first document
+    differs.
 
     Raises:
-        DataError: a file's documents begin or end with other tokens, or where they begin cannot be found in them.
+        DataError: a file's documents begin or end with other tokens, or their boundaries are ambiguous.
     """
-    if settings.tokenizer_type == "NullTokenizer":  # of data that was tokenized elsewhere
+    if settings.tokenizer_type == "NullTokenizer":  # another program tokenized the data
         return
     without: list[str] = []
     for path in paths:
@@ -76,14 +76,13 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
             without.append(path)
     if without and launcher.is_first_rank():
         logger.warning(
-            "%s: the first document does not begin with %s, as documents of this tokenizer do, and there is no record "
-            "of how it was made: by an earlier version or another program. Training goes on with the data as it is. "
-            f"Make it again with megatron-cp preprocess, or set {NAME.tokenizer.add_bos}=false to silence this warning",
+            "%s: the first document does not begin with %s, as this tokenizer's documents do; training continues. "
+            f"Fix: run megatron-cp preprocess again, or set {NAME.tokenizer.add_bos}=false to silence this warning",
             shown(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),
         )
     elif tokenizer.prefix and not without:
-        logger.info("tokenizer: a document is: %s", document_form(tokenizer))
+        logger.info("tokenizer: form of a document: %s", document_form(tokenizer))
 
 
 def _read(files: IndexedFiles) -> Record | None:
@@ -97,31 +96,31 @@ def _read(files: IndexedFiles) -> Record | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is damaged"
-        raise DataError(f"{path}: {why}. Fix: rm {shlex.quote(str(path))} (its data needs no record)") from error
-    return None if record.tokenizer_type == "NullTokenizer" else record  # ids from elsewhere: it added no BOS or EOS
+        raise DataError(f"{path}: {why}. Fix: rm {shlex.quote(str(path))} (the record is optional)") from error
+    return None if record.tokenizer_type == "NullTokenizer" else record  # it adds no BOS or EOS
 
 
 def _begins_with(files: IndexedFiles, prefix: tuple[int, ...]) -> bool:
-    """Whether the first document of a file begins with these tokens."""
+    """Return whether the first document of a file begins with these tokens."""
     return tuple(np.fromfile(files.prefix + ".bin", files.dtype, len(prefix)).tolist()) == prefix
 
 
 def _check_boundaries(data: DatasetConfig, tokenizer: Tokenizer) -> None:
-    """Raises DataError where windows would take the first token of a document for the end of another one."""
-    looking = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
-    if data.kind == "indexed" and looking and tokenizer.eod in tokenizer.prefix:
+    """Raise DataError if the first token of a document would count as an end."""
+    readers = [name for name in ("eod_mask_loss", "reset_position_ids") if getattr(data, name)]
+    if data.kind == "indexed" and readers and tokenizer.eod in tokenizer.prefix:
         raise DataError(
-            f"dataset.{looking[0]}=true: documents begin with {tokenizer.name_of(tokenizer.eod)}, which also ends "
-            "them, and each would count as two. Fix: " + " ".join(f"dataset.{name}=false" for name in looking)
+            f"dataset.{readers[0]}=true: documents begin and end with {tokenizer.name_of(tokenizer.eod)}, so each "
+            "would count as two. Fix: " + " ".join(f"dataset.{name}=false" for name in readers)
         )
 
 
 def _difference(files: IndexedFiles, record: Record, tokenizer: Tokenizer, settings: TokenizerConfig) -> str:
     where = "begin" if record.prefix != tokenizer.prefix else "end"
-    there, here = (record.prefix, tokenizer.prefix) if where == "begin" else (record.suffix, tokenizer.suffix)
-    named = ", ".join(f"{token} ({tokenizer.name_of(token)})" for token in here)
+    recorded, wanted = (record.prefix, tokenizer.prefix) if where == "begin" else (record.suffix, tokenizer.suffix)
+    named = ", ".join(f"{token} ({tokenizer.name_of(token)})" for token in wanted)
     return (
-        f"{files.prefix}{ENDING}: the documents {where} with {_tokens(map(str, there))}, but those of the run's "
+        f"{files.prefix}{ENDING}: the documents {where} with {_tokens(map(str, recorded))}, but documents of the run's "
         f"tokenizer {where} with {_tokens([named] if named else [])}. Fix: {_fix(record, settings)}"
     )
 
@@ -131,9 +130,9 @@ def _tokens(ids: Iterable[str]) -> str:
 
 
 def _fix(record: Record, settings: TokenizerConfig) -> str:
-    """Settings with which the run's tokenizer writes documents as the record says."""
-    there = {"tokenizer_type": record.tokenizer_type, "tokenizer_model": record.tokenizer_model}
-    attempts: list[dict[str, Any]] = [{"add_bos": None}, {"add_bos": False}, {"add_bos": True}, there]
+    """Return settings with which the run's tokenizer matches the record."""
+    recorded = {"tokenizer_type": record.tokenizer_type, "tokenizer_model": record.tokenizer_model}
+    attempts: list[dict[str, Any]] = [{"add_bos": None}, {"add_bos": False}, {"add_bos": True}, recorded]
     for values in attempts:
         with suppress(DataError):
             if record.fits(build_tokenizer(replace(settings, **values))):

@@ -1,4 +1,4 @@
-"""Find text files in folders, and read the documents that they hold."""
+"""Find text files in folders, and read their documents."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _with_dots(suffixes: Sequence[str]) -> list[str]:
 
 
 def search(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) -> tuple[list[Path], Counter[str]]:
-    """The files to read, and how many others the folders hold, by their ending.
+    """Return the files to read, and the number of other files by suffix.
 
-    Each input file is read as given, each folder is searched for ``suffixes`` in sorted order. A suffix may lack its
-    dot; an empty one stands for files without an ending.
+    Files in ``inputs`` are always read; folders are searched for ``suffixes`` in sorted order. A suffix may lack its
+    dot; an empty one selects files without a suffix.
 
     Raises:
-        DataError: an input that does not exist, or a folder without any such file.
+        DataError: an input does not exist, or a folder has no such file.
     """
     suffixes = _with_dots(suffixes)
     endings = tuple(filter(None, suffixes))
@@ -37,7 +37,7 @@ def search(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) ->
     others: Counter[str] = Counter()
     for item in inputs:
         path = Path(item)
-        if os.path.isfile(path):  # which, unlike Path.is_file, never raises
+        if os.path.isfile(path):  # unlike Path.is_file, never raises
             files.append(path)
         elif os.path.isdir(path):
             found, of_others = [], Counter[str]()
@@ -47,39 +47,39 @@ def search(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]) ->
                 else:
                     of_others[file.suffix] += 1
             if not found:
-                named = " or ".join(suffix or "no ending" for suffix in suffixes)
-                rest = f" It has {left_out(of_others, suffixes)}" if of_others else ""
-                raise DataError(f"{path}: no file that ends with {named} in this folder.{rest}")
+                named = " or ".join(suffix or "no suffix" for suffix in suffixes)
+                rest = f" It has {left_out(of_others, suffixes)}" if of_others else " Fix: name another folder"
+                raise DataError(f"{path}: the folder has no {named} file.{rest}")
             files += sorted(found)
             others += of_others
         else:
             raise DataError(f"{path}: no such file or folder.")
     if not files:
-        raise DataError("no input: name text files, .jsonl files or folders.")
+        raise DataError("no input. Fix: name text files, .jsonl files or folders")
     return files, others
 
 
 def left_out(others: Counter[str], suffixes: Sequence[str]) -> str:
-    """How many files have endings that are not read, and how to read them."""
+    """Return a text with the numbers of skipped files, and how to read them."""
     if not others:
         return ""
     by_number = sorted(others, key=lambda suffix: (-others[suffix], suffix))
-    text = shown([f"{others[suffix]:,} {suffix or 'without an ending'}" for suffix in by_number], ", ") + "."
+    text = shown([f"{others[suffix]:,} {suffix or 'without a suffix'}" for suffix in by_number], ", ") + "."
     packed = [suffix for suffix in by_number if suffix in _PACKED]
     plain = [suffix for suffix in by_number if suffix not in _PACKED]
-    if plain:  # named beside those that are read, which the option would take away
+    if plain:  # together with the current suffixes, which the option replaces
         named = " ".join(suffix or "''" for suffix in (*_with_dots(suffixes), *plain[:_SUGGESTED]))
-        text += f" --suffix {named} reads {'these' if len(plain) <= _SUGGESTED else 'the most frequent'} as text too."
+        text += f" Fix: --suffix {named} (reads {'them' if len(plain) <= _SUGGESTED else 'the most frequent'} as text)."
     return text + (f" Uncompress {' and '.join(packed)} first." if packed else "")
 
 
 def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, int]]:
-    """(text, bytes of the file it took) of each document of a file.
+    """Yield (text, bytes in the file) of each document of a file.
 
     Raises:
-        DataError: text that is not UTF-8, or a line that is not a JSON object with a string under ``json_key``.
+        DataError: the text is not UTF-8, or a line is not a JSON object with a string under ``json_key``.
     """
-    if file.suffix in (".jsonl", ".json"):  # what Megatron's own tool is fed: JSON lines under either name
+    if file.suffix in (".jsonl", ".json"):  # Megatron's own tool reads JSON lines under either suffix
         for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key)):
             yield text or "", num_bytes
         return
@@ -90,11 +90,11 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
     except ValueError as error:
         if file.suffix in _PACKED:
             command = f"{_PACKED[file.suffix]} {shlex.quote(str(file))}"
-            raise DataError(f"{file}: is compressed; uncompress it first: {command}") from error
+            raise DataError(f"{file}: is compressed. Fix: {command}") from error
         raise DataError(f"{file}: {error}") from error
 
 
 def _json_text(value: dict[str, Any], json_key: str) -> str:
     if json_key not in value:
-        raise ValueError(f"no key {json_key!r}; it has {sorted(value)}. Name one with --json-key.")
+        raise ValueError(f"has no key {json_key!r}; its keys are {sorted(value)}. Fix: --json-key KEY (one of these)")
     return text_under(json_key, value)

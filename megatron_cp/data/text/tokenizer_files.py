@@ -1,4 +1,4 @@
-"""Read the files of a Hugging Face tokenizer: the tokenizer itself, and the special tokens that the files name."""
+"""Read the files of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_cp.common.input_files import decode_text, read_bytes, read_json, s
 from megatron_cp.config.names import NAME
 
 
-def check_plain(path: Path) -> None:
-    """Raises DataError where there is no such file or folder, or it holds a device or a pipe."""
-    if not os.path.exists(path):  # which, unlike Path.exists, never raises
+def check_regular_files(path: Path) -> None:
+    """Raise DataError if the path does not exist, or has a device or a pipe."""
+    if not os.path.exists(path):  # unlike Path.exists, never raises
         raise DataError(
-            f"{NAME.tokenizer.tokenizer_model}={path}: no such file or folder. Give a tokenizer.json or the folder "
-            "that holds one; nothing is downloaded."
+            f"{NAME.tokenizer.tokenizer_model}={path}: no such file or folder. Fix: {NAME.tokenizer.tokenizer_model}="
+            "PATH (of a tokenizer.json or its folder; nothing is downloaded)"
         )
     if special := special_files(path):
         raise DataError(
@@ -29,10 +29,10 @@ def check_plain(path: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """The ``tokenizers.Tokenizer`` of a file or folder, which neither cuts nor pads texts.
+    """Load a ``tokenizers.Tokenizer`` without truncation or padding.
 
     Raises:
-        DataError: the files cannot be read as a tokenizer, or need Python code of their own.
+        DataError: the files cannot be read as a tokenizer, or need custom Python code.
     """
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -43,26 +43,25 @@ def load(path: Path) -> Any:
         else:
             from transformers import AutoTokenizer
 
-            logging.getLogger("transformers").setLevel(logging.ERROR)  # it repeats texts of the folder's files
+            logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings quote the folder's files
             options = {"local_files_only": True, "use_fast": True, "trust_remote_code": False}
             tokenizer = AutoTokenizer.from_pretrained(str(path), **options).backend_tokenizer
-        # A file may say how its texts were cut and padded once; a document has the length that it has.
+        # tokenizer.json may set truncation or padding, which must not change documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
-    except Exception as error:  # both libraries raise bare Exceptions
+    except Exception as error:  # both libraries raise plain Exceptions
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={path}: needs Python code of its own (auto_map), which is never "
-                "run. Fix: "
-                f"save it as {path / 'tokenizer.json'}, by transformers' save_pretrained, where you trust that code."
+                f"{NAME.tokenizer.tokenizer_model}={path}: needs its own Python code (auto_map), which is never run. "
+                f"Fix: if you trust that code, save it as {path / 'tokenizer.json'} with transformers' save_pretrained"
             ) from error
         raise DataError(f"{NAME.tokenizer.tokenizer_model}={path}: cannot be read as a tokenizer: {why}") from error
 
 
 def added_by_post_processor(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that a ``tokenizers.Tokenizer`` adds before every text, such as BOS, and after it, such as EOS."""
+    """Return the tokens that a tokenizer adds before (BOS) and after (EOS) a text."""
     sample = next((text for text in ("a", *tokenizer.get_vocab()) if _has_tokens(tokenizer, text)), "")
     encoded = tokenizer.encode(sample, add_special_tokens=True)
     own = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
@@ -74,19 +73,19 @@ def added_by_post_processor(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int,
 def _has_tokens(tokenizer: Any, text: str) -> bool:
     try:
         return bool(tokenizer.encode(text, add_special_tokens=False).ids)
-    except Exception:  # the library's, for a word that is not in the vocabulary
+    except Exception:  # raised by the library for a word outside of the vocabulary
         return False
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether the files beside ``tokenizer.json`` hold a chat template, as those of instruct models do."""
+    """Return whether the folder of ``tokenizer.json`` has a chat template."""
     folder = _folder_of(path)
     in_a_file = os.path.exists(folder / "chat_template.jinja")
     return in_a_file or any(values.get("chat_template") for _, values in _companions(folder))
 
 
-def named_token(path: Path, key: str) -> str | None:
-    """The token that the files beside ``tokenizer.json`` name as ``key``, such as ``eos_token``."""
+def special_token(path: Path, key: str) -> str | None:
+    """Return the token that the tokenizer's configs name ``key`` (``eos_token``)."""
     named: str | None = None
     for file, values in _companions(_folder_of(path)):
         token = values.get(key)
@@ -95,7 +94,7 @@ def named_token(path: Path, key: str) -> str | None:
         if not isinstance(token, str | None):
             example = "<|endoftext|>" if key == "eos_token" else "<s>"
             fix = f'"{key}": "{example}", or another token of the vocabulary'
-            raise DataError(f"{file}: {key}={str(token)[:40]}: is not a text. Fix: {fix}")
+            raise DataError(f"{file}: {key}={str(token)[:40]}: must be a string. Fix: {fix}")
         named = token or named
     return named
 
@@ -105,7 +104,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _companions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The files beside ``tokenizer.json`` that name its special tokens, and the object that each holds."""
+    """Yield each file with special tokens beside ``tokenizer.json``, and its values."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
         if not os.path.exists(file):
@@ -116,5 +115,5 @@ def _companions(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         except ValueError as error:
             raise DataError(f"{file}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
-            raise DataError(f"{file}: a JSON object is needed, found {type(values).__name__}.")
+            raise DataError(f"{file}: must be a JSON object, found {type(values).__name__}. Fix: restore the file")
         yield file, values

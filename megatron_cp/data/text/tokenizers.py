@@ -1,7 +1,7 @@
-"""Tokenizers with the interface that megatron-core's datasets read.
+"""Tokenizers with the interface of megatron-core's datasets.
 
-They use the ``tokenizers`` library directly: it loads in a tenth of a second and never asks a network. ``transformers``
-is only imported for a folder that has no ``tokenizer.json``.
+They use the ``tokenizers`` library directly: it loads in 0.1 s and never uses the network. ``transformers`` is imported
+only for a folder without ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
     added_by_post_processor,
-    check_plain,
+    check_regular_files,
     has_chat_template,
     load,
-    named_token,
+    special_token,
 )
 from megatron_cp.models.vocabulary import BYTE_LEVEL
 
 END_OF_DOCUMENT = "<|endoftext|>"
-NO_TOKEN = -1  # megatron-core's value for "there is no such token"
+NO_TOKEN = -1  # megatron-core's value for an absent token
 
-# Asked for in this order when no file of the tokenizer names its end-of-text token.
+# Tried in this order if the tokenizer's files set no eos_token.
 _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
 
 
 class Tokenizer:
-    """What the datasets and the preprocessing need; token ids are ints in [0, vocab_size).
+    """Interface of all tokenizers; token ids are ints in [0, vocab_size).
 
-    ``eod`` ends a document. Every document begins with the tokens ``prefix`` and ends with ``suffix``, the last one
-    being ``eod``. ``special_ids`` stand for no text. ``pad`` is ``NO_TOKEN``, whatever a tokenizer's files call its
-    padding: megatron-core turns every token of this id into token 0 without a loss, also where it is part of the text.
+    A document begins with the tokens ``prefix`` and ends with ``suffix``, whose last token is ``eod``. ``special_ids``
+    stand for no text. ``pad`` is always ``NO_TOKEN``: megatron-core replaces each ``pad`` token by token 0 and masks
+    its loss, even within a text.
     """
 
     pad = NO_TOKEN
@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What distinguishes this tokenizer in megatron-core's index cache."""
+        """Identity of this tokenizer in megatron-core's index cache."""
         return OrderedDict(tokenizer=type(self).__name__, vocab_size=self.vocab_size, eod=self.eod)
 
     def name_of(self, token: int) -> str:
@@ -65,7 +65,7 @@ class Tokenizer:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8 and one more token that ends a document. Needs no file."""
+    """UTF-8 bytes and one end-of-document token; needs no file."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=BYTE_LEVEL, eod=BYTE_LEVEL - 1)
@@ -75,9 +75,9 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """No text at all: ids written as decimal numbers. Used with mock data and with data tokenized elsewhere.
+    """Token ids as decimal numbers, for mock data and already tokenized data.
 
-    ``eod`` is the token that ends a document there; by default the last one, which need not be so.
+    ``eod`` is the token that ends a document in that data; by default the last id.
     """
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
@@ -86,39 +86,42 @@ class NullTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         ids = []
         for word in text.split():
-            # As long as the vocabulary's size at most: int() refuses numbers of thousands of digits.
+            # Limit the digits: int() refuses numbers of thousands of digits.
             is_number = word.isascii() and word.isdecimal() and len(word) <= len(str(self.vocab_size))
             if not is_number or int(word) >= self.vocab_size:
                 raise DataError(
-                    f"{word[:40]!r} is no token id: the text of a NullTokenizer is numbers from 0 to "
-                    f"{self.vocab_size - 1} with spaces between them. Give a larger vocab_size, or another "
-                    "tokenizer_type for text."
+                    f"{word[:40]!r} is not a token id: a NullTokenizer reads numbers from 0 to {self.vocab_size - 1}, "
+                    f"separated by spaces. Fix: use a larger vocab_size, or for text {NAME.tokenizer.tokenizer_type}="
+                    "ByteLevelTokenizer"
                 )
             ids.append(int(word))
         return ids
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``, alone or in a folder with ``tokenizer_config.json``; read from disk only.
+    """Tokenizer from a ``tokenizer.json`` file or its folder; read from disk only.
 
-    ``add_bos``: whether documents begin with the BOS token; None: where the tokenizer's own post-processor adds it.
+    ``add_bos``: whether documents begin with the BOS token; None: if the tokenizer's post-processor adds it.
     """
 
     def __init__(self, path: str | os.PathLike[str], add_bos: bool | None = None) -> None:
         self.path = Path(path)
-        check_plain(self.path)
+        check_regular_files(self.path)
         self._tokenizer = load(self.path)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
-            raise DataError(f"{NAME.tokenizer.tokenizer_model}={path}: the vocabulary is empty.")
-        end = next((t for t in (named_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
+            raise DataError(
+                f"{NAME.tokenizer.tokenizer_model}={path}: the vocabulary is empty. Fix: "
+                f"{NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
+            )
+        end = next((t for t in (special_token(self.path, "eos_token"), *_COMMON_END_TOKENS) if t in ids), None)
         if end is None:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={path}: no end-of-document token. Name one as eos_token in "
-                "tokenizer_config.json beside tokenizer.json."
+                f"{NAME.tokenizer.tokenizer_model}={path}: no end-of-document token. Fix: set eos_token in "
+                "tokenizer_config.json beside tokenizer.json"
             )
         self._digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
-        # Ids can have holes, so the embedding needs the largest one, not their number.
+        # Ids can have gaps: the embedding needs the largest id, not their number.
         super().__init__(max(ids.values()) + 1, ids[end])
         added_before, added_after = added_by_post_processor(self._tokenizer)
         if add_bos is None or (add_bos and added_before):
@@ -130,7 +133,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.suffix = added_after
         if (largest := max(self.prefix + self.suffix)) >= self.vocab_size:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={path}: its post-processor adds token {largest}, and its vocabulary "
+                f"{NAME.tokenizer.tokenizer_model}={path}: the post-processor adds token {largest}, but the vocabulary "
                 f"ends at {self.vocab_size - 1}. Fix: {NAME.tokenizer.tokenizer_model}=PATH (of another tokenizer)"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
@@ -138,18 +141,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.has_chat_template = has_chat_template(self.path)
 
     def _bos(self, ids: dict[str, int]) -> int:
-        """The token that the tokenizer's files name as ``bos_token``."""
-        token = named_token(self.path, "bos_token")
+        """Return the id of the ``bos_token`` in the tokenizer's files."""
+        token = special_token(self.path, "bos_token")
         if token not in ids:
-            what = "no file names a bos_token" if token is None else f"its bos_token {token} is not in the vocabulary"
+            what = "no file sets bos_token" if token is None else f"bos_token {token} is not in the vocabulary"
             raise DataError(f"{NAME.tokenizer.add_bos}=true: {self.path}: {what}. Fix: {NAME.tokenizer.add_bos}=null")
         return ids[token]
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        # Two vocabularies of one size are two tokenizers.
         identifiers = OrderedDict(super().unique_identifiers, digest=self._digest)
-        if (self.prefix, self.suffix) != ((), (self.eod,)):  # else caches of earlier versions stay valid
+        if (self.prefix, self.suffix) != ((), (self.eod,)):  # keeps caches of earlier versions valid
             identifiers |= {"prefix": self.prefix, "suffix": self.suffix}
         return identifiers
 
@@ -161,17 +163,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that a run's ``tokenizer`` section describes.
+    """Build the tokenizer of a run's ``tokenizer`` section.
 
     Raises:
-        DataError: an unknown type, a missing setting, or a file that is missing or cannot be read.
+        DataError: the type is unknown, a setting is missing, or a file is missing or cannot be read.
     """
     match config.tokenizer_type:
         case "HuggingFaceTokenizer":
             if not config.tokenizer_model:
                 raise DataError(
-                    f"{NAME.tokenizer.tokenizer_model} is not set: a HuggingFaceTokenizer needs a tokenizer.json or "
-                    f"its folder. {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer needs no file."
+                    f"{NAME.tokenizer.tokenizer_model}: is not set, but a HuggingFaceTokenizer needs a tokenizer.json. "
+                    f"Fix: {NAME.tokenizer.tokenizer_model}=PATH, or {NAME.tokenizer.tokenizer_type}=ByteLevelTokenizer"
                 )
             return HuggingFaceTokenizer(config.tokenizer_model, config.add_bos)
         case "ByteLevelTokenizer":
@@ -180,32 +182,39 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             size = config.vocab_size
             if size is None or size < 2:
                 raise DataError(
-                    f"{NAME.tokenizer.vocab_size}={size}: a NullTokenizer needs the number of tokens, 2 or more."
+                    f"{NAME.tokenizer.vocab_size}={size}: a NullTokenizer needs 2 or more tokens. Fix: "
+                    f"{NAME.tokenizer.vocab_size}=256 (or the number of tokens in your data)"
                 )
             if config.eod_id is not None and not 0 <= config.eod_id < size:
-                raise DataError(f"{NAME.tokenizer.eod_id}={config.eod_id}: must be one of the {size} tokens, from 0.")
+                raise DataError(
+                    f"{NAME.tokenizer.eod_id}={config.eod_id}: must be from 0 to {size - 1}. Fix: "
+                    f"{NAME.tokenizer.eod_id}={size - 1}"
+                )
             return NullTokenizer(size, config.eod_id)
         case other:
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_type}={other}: unknown; use HuggingFaceTokenizer, "
-                "ByteLevelTokenizer or NullTokenizer."
+                f"{NAME.tokenizer.tokenizer_type}={other}: is unknown. Fix: {NAME.tokenizer.tokenizer_type}="
+                "HuggingFaceTokenizer, ByteLevelTokenizer or NullTokenizer"
             )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str]) -> Path:
-    """Train a byte-level BPE tokenizer and write ``tokenizer.json`` and its config to the folder ``out_dir``.
+    """Train a byte-level BPE tokenizer; write it and its config to ``out_dir``.
 
-    The files are written aside and renamed, so that an interrupted training leaves nothing that looks finished.
-    Returns ``out_dir``. Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+    Returns ``out_dir``. Files are written under temporary names and renamed, so an interruption leaves no partial
+    tokenizer. Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
     Raises:
-        DataError: a vocabulary too small for the 256 bytes and the end-of-document token.
+        DataError: ``vocab_size`` is too small for the 256 bytes and the end-of-document token.
     """
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise DataError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more (256 bytes, end of document).")
+        raise DataError(
+            f"vocab_size={vocab_size}: byte-level BPE needs 257 or more (256 bytes, end of document). "
+            "Fix: vocab_size=257"
+        )
     tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Texts made into documents of tokens, and these into a Megatron ``.bin``/``.idx`` pair."""
+"""Encode texts as documents, and write documents to a ``.bin``/``.idx`` pair."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_cp.data.text.tokenizers import Tokenizer
 
 
 def encode(tokenizer: Tokenizer, text: str, prompt: str = "") -> tuple[list[int], int]:
-    """The ids of a document and how many of them are its prompt's, which BOS is part of.
+    """Return the ids of a document, and the number of prompt ids (BOS included).
 
-    The document is BOS where the tokenizer has one, the prompt, the text, and the end-of-document token. A text that
-    begins with BOS itself, as one by a chat template does, gets no second one. No ids where ``text`` has none.
+    The document is BOS (if the tokenizer has one), prompt, text and end-of-document token. A text that begins with BOS,
+    such as from a chat template, gets no second one. Returns ([], 0) if ``text`` has no tokens.
     """
     ids = tokenizer.tokenize(prompt) if prompt else []
     prompt_length = len(ids)
@@ -33,12 +33,12 @@ def encode(tokenizer: Tokenizer, text: str, prompt: str = "") -> tuple[list[int]
 
 @contextmanager
 def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[Any]:
-    """megatron-core's ``IndexedDatasetBuilder`` of ``prefix.bin`` and ``prefix.idx``, with a record of the tokenizer.
+    """Yield an ``IndexedDatasetBuilder``; then write the tokenizer's record.
 
-    They are written aside and renamed at the end: where the body raises, nothing is left, and an earlier pair stays.
+    The files get temporary names and are renamed at the end: if the body raises, an earlier pair stays unchanged.
 
     Raises:
-        DataError: no document was added; ``source`` says where there should have been one.
+        DataError: no document was added; the message names ``source``.
         OSError: the files cannot be written.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds
@@ -47,8 +47,8 @@ def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[A
         builder = IndexedDatasetBuilder(str(tokens), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         yield builder
         if not builder.sequence_lengths:
-            raise DataError(f"{source}: no text inside.")
+            raise DataError(f"{source}: has no text. Fix: name files with text")
         builder.finalize(str(index))
         write_record(str(record), tokenizer)
-        # Without its index a .bin is nothing: an interruption between the renames leaves no pair that looks whole.
+        # Remove the old index first: an interruption between the renames must not leave a mixed pair.
         Path(prefix + ".idx").unlink(missing_ok=True)

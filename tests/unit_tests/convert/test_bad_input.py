@@ -61,14 +61,14 @@ def cut(path: Path, size: int) -> None:
 NORM = "model__norm__weight"
 # What was done to a published model, and what is said of it.
 BROKEN = {
-    "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json cannot be read: No such file"),
-    "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json is not valid JSON"),
-    "no object": (lambda f: (f / "hf/config.json").write_text("[]"), "holds no JSON object"),
+    "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json: cannot be read: No such file"),
+    "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json: is not valid JSON"),
+    "no object": (lambda f: (f / "hf/config.json").write_text("[]"), "must be a JSON object"),
     "family": (
         lambda f: change(f, model_type="gemma2"),
-        "model_type 'gemma2' has no counterpart; known are deep",
+        "model_type='gemma2': is not supported. Fix: choose a model of one of deep",
     ),
-    "no family": (lambda f: change(f, model_type=None), "model_type None has no counterpart"),
+    "no family": (lambda f: change(f, model_type=None), "model_type=None: is not supported"),
     "activation": (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu"),
     "bias": (lambda f: change(f, attention_bias=True), "attention_bias=True: not supported"),
     "quantized": (lambda f: change(f, quantization_config={"quant_method": "fp8"}), "quantization_config"),
@@ -96,15 +96,15 @@ BROKEN = {
     ),
     "wrong type": (lambda f: change(f, hidden_size="wide"), "hidden_size"),
     "no weights": (lambda f: os.remove(f / "hf/model.safetensors"), "has neither model.safetensors nor"),
-    "cut weights": (lambda f: cut(f / "hf/model.safetensors", 5000), "model.safetensors cannot be read"),
+    "cut weights": (lambda f: cut(f / "hf/model.safetensors", 5000), "model.safetensors: cannot be read"),
     "missing": (lambda f: change_weights(f, **{NORM: None}), "model.norm.weight is missing"),
     "more": (
         lambda f: change_weights(f, extra=lambda t: t["model.norm.weight"].clone()),
-        "extra has no place",
+        "extra is unknown",
     ),
     "shape": (
         lambda f: change_weights(f, **{NORM: lambda t: t["model.norm.weight"][:32].clone()}),
-        "model.norm.weight has shape (32,) and not (64,)",
+        "model.norm.weight has shape (32,) instead of (64,)",
     ),
     "layers": (lambda f: change(f, num_hidden_layers=3), "num_hidden_layers=3: the weights have 2 layers"),
     # Sizes that would fill the memory, mostly before there is a tensor of them.
@@ -116,7 +116,7 @@ BROKEN = {
             change_weights(f, extra=lambda t: torch.zeros(10**6))
             or change(f, intermediate_size=10**6, vocab_size=10**6, hidden_size=10**6)
         ),
-        "model.embed_tokens.weight has shape (192, 64) and not (1000000, 1000000)",
+        "model.embed_tokens.weight has shape (192, 64) instead of (1000000, 1000000)",
     ),
     "deep": (lambda f: (f / "hf/config.json").write_text("[" * 10**5), "is not valid JSON: nested too deeply"),
     "digits": (lambda f: (f / "hf/config.json").write_text("9" * 5000), "is not valid JSON: Exceeds the limit"),
@@ -127,30 +127,30 @@ BROKEN = {
     ),
     "dtype": (
         lambda f: change_weights(f, model__embed_tokens__weight=lambda t: t["model.embed_tokens.weight"].double()),
-        "weights of F64; F32, BF16, F16 are needed",
+        "has weights of F64. Fix: use a model with F32, BF16, F16 weights",
     ),
     "quantized weights": (
         lambda f: change_weights(f, **{NORM: lambda t: t["model.norm.weight"].to(torch.float8_e4m3fn)}),
-        "weights of F8_E4M3; F32, BF16, F16 are needed",
+        "has weights of F8_E4M3. Fix: use a model with F32, BF16, F16 weights",
     ),
     "another output layer": (
         lambda f: change(f, tie_word_embeddings=True),
-        "lm_head.weight is model.embed_tokens.weight, and the weights hold another one",
+        "lm_head.weight must equal model.embed_tokens.weight, but the weights differ",
     ),
     "another family after all": (
         lambda f: change(f, model_type="mistral", sliding_window=4, layer_types=["sliding_attention"] * 2),
         "config.json",
     ),
     "heads in groups": (lambda f: change(f, num_key_value_heads=3), "num_query_groups"),
-    "family of families": (lambda f: change(f, model_type=["llama"]), "model_type ['llama'] has no counterpart"),
-    "index of numbers": (lambda f: other_index(f, {"a": 3}), "holds no weight_map from tensors to files"),
-    "index of nothing": (lambda f: other_index(f, None), "holds no weight_map from tensors to files"),
-    "header length": (lambda f: change_header(f, length=2**62), "model.safetensors cannot be read"),
-    "header beyond": (lambda f: change_header(f, data_offsets=[0, 2**40]), "model.safetensors cannot be read"),
-    "header overlaps": (lambda f: change_header(f, data_offsets=[64, 320]), "model.safetensors cannot be read"),
-    "header negative": (lambda f: change_header(f, data_offsets=[-8, 248]), "model.safetensors cannot be read"),
-    "header dtype": (lambda f: change_header(f, dtype="F99"), "model.safetensors cannot be read"),
-    "header shape": (lambda f: change_header(f, shape=[2**40]), "model.safetensors cannot be read"),
+    "family of families": (lambda f: change(f, model_type=["llama"]), "model_type=['llama']: is not supported"),
+    "index of numbers": (lambda f: other_index(f, {"a": 3}), "has no weight_map from tensors to files"),
+    "index of nothing": (lambda f: other_index(f, None), "has no weight_map from tensors to files"),
+    "header length": (lambda f: change_header(f, length=2**62), "model.safetensors: cannot be read"),
+    "header beyond": (lambda f: change_header(f, data_offsets=[0, 2**40]), "model.safetensors: cannot be read"),
+    "header overlaps": (lambda f: change_header(f, data_offsets=[64, 320]), "model.safetensors: cannot be read"),
+    "header negative": (lambda f: change_header(f, data_offsets=[-8, 248]), "model.safetensors: cannot be read"),
+    "header dtype": (lambda f: change_header(f, dtype="F99"), "model.safetensors: cannot be read"),
+    "header shape": (lambda f: change_header(f, shape=[2**40]), "model.safetensors: cannot be read"),
     "index of other folders": (lambda f: other_index(f, {"a": "../b"}), "names '../b', a file outside of the folder"),
     "index of paths": (lambda f: other_index(f, {"a": "/etc/passwd"}), "names '/etc/passwd', a file outside"),
     "index": (
@@ -158,10 +158,10 @@ BROKEN = {
             (f / "hf/model.safetensors").rename(f / "hf/other")
             and (f / "hf/model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
         ),
-        "gone.safetensors cannot be read",
+        "gone.safetensors: cannot be read",
     ),
     "target": (lambda f: (f / "mcore").mkdir() or (f / "mcore/x").touch(), "--megatron-path"),
-    "target above": (lambda f: (f / "mcore").touch(), "is there already"),
+    "target above": (lambda f: (f / "mcore").touch(), "already exists"),
 }
 
 
@@ -231,9 +231,9 @@ def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> N
         assert not (tmp_path / "out").exists()
         return text
 
-    assert "there is no checkpoint 7 in it. Fix: --iteration 0" in export("mcore", "--iteration", "7", before=before)
-    assert "there is no checkpoint in it. Fix: --megatron-path FOLDER" in export("empty")
-    assert "there is no checkpoint in it. Fix: --megatron-path FOLDER" in export("nowhere")
+    assert "has no checkpoint 7. Fix: --iteration 0" in export("mcore", "--iteration", "7", before=before)
+    assert "has no checkpoint. Fix: --megatron-path FOLDER" in export("empty")
+    assert "has no checkpoint. Fix: --megatron-path FOLDER" in export("nowhere")
     run = tmp_path / "mcore"
     assert f"Fix: --megatron-path {run} --iteration 0" in export("mcore/iter_0000000")
     assert f"Fix: --megatron-path {tmp_path}/damaged (run folders in {tmp_path}: damaged, mcore)" in export("")
@@ -260,7 +260,7 @@ def test_a_damaged_or_crafted_checkpoint_is_not_exported(convert: Any, tmp_path:
     assert export(before=before)[0] == 0
     newer = Path(shutil.copytree(run / "iter_0000000", run / "iter_0000001"))
     code, text = export()
-    assert code == 0 and "names this checkpoint; iteration 1 is newer: --iteration 1" in text, text
+    assert code == 0 and "names this checkpoint, but iteration 1 is newer. Fix: --iteration 1" in text, text
     data = newer / "__0_0.distcp"
     flip(data, random.Random(1))
     code, text = export("--iteration", "1")

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.config.setting import FUNCTION, WEIGHTS, facts_of
-from megatron_cp.convert.exporting import positions_said
+from megatron_cp.convert.exporting import describe_positions
 from megatron_cp.models.families import hf_from_model, model_from_hf
 
 # What decides which weights there are, or what the model computes with them.
@@ -183,15 +183,15 @@ def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("plain", "is 96, the length of its training"), ("yarn", "is 64, though training sequences")]
+    ("name", "said"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
 )
 def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
     _, values = hf_from_model(trained.model, rows=256)
-    (text,) = positions_said(trained.model, values["max_position_embeddings"])
+    (text,) = describe_positions(trained.model, values["max_position_embeddings"])
     assert text.startswith(f"max_position_embeddings in config.json {said}")
     trained.model.seq_length = 64
-    assert positions_said(trained.model, 64) == []
+    assert describe_positions(trained.model, 64) == []
 
 
 def factor_of_older_versions(values: dict[str, Any]) -> float:
@@ -205,7 +205,9 @@ def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
     _, values = hf_from_model(trained.model, rows=256)
     assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
-    assert said in "".join(positions_said(trained.model, 64)) and bool(positions_said(trained.model, 64)) == bool(said)
+    assert said in "".join(describe_positions(trained.model, 64)) and bool(
+        describe_positions(trained.model, 64)
+    ) == bool(said)
     # And an import of a model that declares something else, as Qwen 3 with its documented scaling does.
     assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
 
@@ -213,7 +215,7 @@ def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
 def test_a_length_that_is_not_whole_is_said() -> None:
     trained = RunConfig(model=replace(LLAMA, **YARN | {"yarn_rotary_scaling_factor": 1.3}, max_position_embeddings=21))
     _, values = hf_from_model(trained.model, rows=256)
-    (text,) = positions_said(replace(trained.model, seq_length=16), 21)
+    (text,) = describe_positions(replace(trained.model, seq_length=16), 21)
     assert "20.8 is not whole" in text and "factor 1.3125" in text and factor_of_older_versions(values) == 1.3125
 
 

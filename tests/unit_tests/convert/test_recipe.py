@@ -59,7 +59,7 @@ def test_an_imported_model_of_every_family_trains_by_its_recipe(tmp_path: Path, 
     assert broken == []
     assert (tmp_path / "runs/mcore_continued/iter_0000002").is_dir()
     assert yaml.safe_load(text)["dataset"]["seq_length"] == SHAPE["max_position_embeddings"]
-    assert f"{SHAPE['max_position_embeddings']} tokens are the most" in text
+    assert f"{SHAPE['max_position_embeddings']} tokens are the published maximum" in text
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -109,9 +109,9 @@ def test_samples_are_as_long_as_one_rank_holds_and_the_comment_lengthens_them(tm
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     comment = " ".join(text.replace("\n  #", "").split())
-    found = re.search(r"For those: (.*) \((\d+) tokens on each of (\d+) ranks\)", comment)
+    found = re.search(r"For the maximum: (.*) \((\d+) tokens on each of (\d+) ranks\)", comment)
     if longest == length:
-        assert found is None and f"{length} tokens are the most" in comment
+        assert found is None and f"{length} tokens are the published maximum" in comment
         return
     assert found, comment
     longer = load_recipe(file, found[1].split())

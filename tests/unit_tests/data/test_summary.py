@@ -137,16 +137,15 @@ def test_shares_of_documents(said: Any, tmp_path: Path) -> None:
     samples = [sum(source.samples for source in part.sources()) for part in (datasets.valid, datasets.test)]
     assert samples == [4, 1]  # of 120 and 28 tokens
     assert (
-        "takes 8 samples of the validation data, which has 4: they are repeated. Fix: validation.eval_iters=1,"
-        in others[0]
+        "uses 8 validation samples and repeats them, as there are only 4. Fix: validation.eval_iters=1, or" in others[0]
     )
-    assert "takes 8 samples of the test data, which has 1: they are repeated. Fix: more data for test." in others[1]
+    assert "uses 8 test samples and repeats them, as there are only 1. Fix: more data for test." in others[1]
 
 
 def test_files_of_their_own(said: Any, tmp_path: Path) -> None:
     paths = {f"dataset__{n}data_path": write(tmp_path / f"{n}c", LENGTHS) for n in ("", "valid_")}
     line, _, _ = said(8, **paths, **PACKED, validation__eval_iters=1)
-    assert line.endswith("| validation has own files") and f"{sum(LENGTHS)} tokens" in line
+    assert line.endswith("| validation has its own files") and f"{sum(LENGTHS)} tokens" in line
 
 
 @pytest.mark.parametrize("packed", [PACKED, {}], ids=["documents", "windows"])
@@ -171,8 +170,8 @@ def one_epoch_of(path: str, said: Any, **packed: Any) -> Contents:
 
 def _of_small(dataset: Any, index: int, small: str) -> int:
     """Whether a sample is of the second file: as the data set itself deals them."""
-    if hasattr(dataset, "_turns"):
-        return int(dataset._turns(index)[0])
+    if hasattr(dataset, "_blend_order"):
+        return int(dataset._blend_order(index)[0])
     return int(dataset._dataset.dataset_index[index])
 
 
@@ -208,7 +207,7 @@ def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         dataset__kind=None, dataset__mock_lengths=f"{tmp_path}/lengths.txt", dataset__seq_length=64, **PACKED
     )
     build_datasets(config.dataset, build_tokenizer(config.tokenizer), 8)
-    assert "lengths.txt: 5000 of 10000 are cut to dataset.seq_length" in caplog.text
+    assert "lengths.txt: 5000 of 10000 cut to dataset.seq_length" in caplog.text
 
 
 def test_a_resumed_run_and_one_that_is_done(said: Any, tmp_path: Path) -> None:
@@ -231,7 +230,7 @@ def test_another_tokenizers_files(said: Any, tmp_path: Path) -> None:
     for kind in (PACKED, {}):
         assert said(8, dataset__data_path=ours, **kind)[1] == []
         (warning,) = said(8, dataset__data_path=other, **kind)[1]
-        assert "other: none of its first 8 documents ends with 254, as NullTokenizer ends them" in warning
+        assert "other: none of the first 8 documents ends with token 254, the end-of-document token of Null" in warning
         assert said(8, dataset__data_path=other, tokenizer__eod_id=None, **kind)[1] == []  # it is not known
 
 
@@ -268,4 +267,4 @@ def test_a_dry_run_names_the_data_and_opens_nothing() -> None:
         "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX"
     )
     config.dataset.kind, config.dataset.data_path = "documents", "no/such/file"
-    assert planned_line(config.dataset, 80).startswith("data: no/such/file (documents) | the run takes 80 samples")
+    assert planned_line(config.dataset, 80).startswith("data: no/such/file (documents) | 80 training samples")

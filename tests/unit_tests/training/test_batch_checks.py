@@ -71,7 +71,7 @@ FAULTS: dict[Callable[[], None], str] = {
     restarted_positions: "rank 1: error B10: position_ids: context-parallel rank 1 of 2 has positions",
     another_key: "rank 1: error B7: scores: unknown key 'scores'",
     shorter_samples: "rank 1: error B9: tokens: holds 8 tokens, not 32 / cp 2 = 16: already sliced?",
-    sliced_twice: "rank 1: this batch is already sliced for context parallelism; slice each batch once",
+    sliced_twice: "rank 1: batch: is already sliced for context parallelism. Fix: slice each batch once",
     weighed_tokens: "rank 1: the loss mask has values other than 0 and 1",
     no_more_data: "rank 1: the data ends after 0 samples",
 }

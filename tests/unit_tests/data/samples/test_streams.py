@@ -13,7 +13,7 @@ import torch
 
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import RunConfig
-from megatron_cp.data.samples.blend import Turns
+from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.samples.streams import Stream, check_files
 from megatron_cp.data.samples.varlen import MockVarlenDataset
@@ -113,9 +113,9 @@ def test_a_blend_has_its_shares_of_tokens(packed: RunConfig, corpus: Callable[..
 
 def test_a_source_too_small_for_a_period_gets_a_turn_or_a_raised_weight() -> None:
     lengths = [1, 1, 10**6, 2 * 10**6]
-    with pytest.raises(DataError, match="source 1 would give less than one sample in 65536; raise its weight"):
-        Turns(lengths)
-    turns = Turns(lengths, keep_small=True)
+    with pytest.raises(DataError, match=r"source 1 would give less than one sample in 65536\. Fix: raise its weight"):
+        BlendOrder(lengths)
+    turns = BlendOrder(lengths, keep_small=True)
     period = 65536 + 1  # the other small one has a turn of its own
     dealt = [turns(i) for i in range(2 * period)]
     for number in range(4):
@@ -221,13 +221,13 @@ def test_a_stream_reads_nothing_to_tell_lengths() -> None:
 
 BAD_LINES = [
     ('{"text": "a"', r":2: not valid JSON"),
-    ("[1]", r":2: a JSON object is needed, found list"),
-    ('{"txt": "a"}', r":2: no 'text', or 'prompt' and 'response'; it has \['txt'\]"),
-    ('{"prompt": "a"}', r":2: no 'text', or 'prompt' and 'response'"),
-    ('{"text": "a", "prompt": "b", "response": "c"}', r":2: both of 'text', or"),
+    ("[1]", r":2: must be a JSON object, found list"),
+    ('{"txt": "a"}', r":2: has no 'text', or 'prompt' and 'response'; its keys are \['txt'\]"),
+    ('{"prompt": "a"}', r":2: has no 'text', or 'prompt' and 'response'"),
+    ('{"text": "a", "prompt": "b", "response": "c"}', r":2: has both 'text', or"),
     ('{"text": 3}', r":2: the value of 'text' is int, not text"),
     ('{"prompt": "a", "response": null}', r":2: the value of 'response' is NoneType, not text"),
-    ('{"prompt": "a", "response": "\\ud800"}', r":2: the value of 'response' holds half a surrogate pair"),
+    ('{"prompt": "a", "response": "\\ud800"}', r":2: the value of 'response' has half a surrogate pair"),
     pytest.param("[" * 200_000, r":2: not valid JSON: nested too deeply", id="deep"),
 ]
 
@@ -240,7 +240,7 @@ def test_a_bad_line_is_named(packed: RunConfig, lines: Any, tmp_path: Path, line
 
 
 def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no text inside"):
+    with pytest.raises(DataError, match="has no text"):
         stream(packed, lines({"text": ""}), 5)
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read: No such file"):
         stream(packed, str(tmp_path / "missing.jsonl"), 5)
@@ -248,7 +248,7 @@ def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=":1: is not UTF-8 text"):
         stream(packed, str(tmp_path / "bytes.jsonl"), 5)
     (tmp_path / "cut.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b')
-    with pytest.raises(DataError, match=r":2: not valid JSON.*The file ends in this line: is it truncated\?"):
+    with pytest.raises(DataError, match=r":2: not valid JSON.*The file ends in this line and may be truncated"):
         stream(packed, str(tmp_path / "cut.jsonl"), 5)
     (tmp_path / "empty.jsonl").write_text("")
     packed.dataset.data_path, packed.dataset.kind = str(tmp_path / "empty.jsonl"), "jsonl"
@@ -261,7 +261,7 @@ def test_a_document_too_long_is_refused_by_choice(packed: RunConfig, corpus: Cal
     with pytest.raises(DataError, match=r"document \d+ has \d+ tokens, more than 50 \+ 1. Fix: dataset.too_long=split"):
         stream(packed, corpus(), 5)
     packed.dataset.kind = None
-    with pytest.raises(DataError, match=r"data.jsonl: document 1 \(from 0, lines without text not"):
+    with pytest.raises(DataError, match=r"data.jsonl: document 1 \(from 0, without lines without text"):
         stream(packed, lines({"text": "short"}, {"text": ""}, {"text": "x" * 60}), 5)
 
 

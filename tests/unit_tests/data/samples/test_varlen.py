@@ -114,7 +114,7 @@ def test_a_damaged_index_is_named(documents: str) -> None:
     DocumentDataset(documents, max_length=4)
     (stored,) = Path(documents).parent.glob("cache/documents-*/samples.npy")
     stored.write_bytes(stored.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"samples\.npy: cannot be read .*delete its folder, and it is made anew"):
+    with pytest.raises(DataError, match=r"samples\.npy: cannot be read .*Fix: rm -r "):
         DocumentDataset(documents, max_length=4)
 
 

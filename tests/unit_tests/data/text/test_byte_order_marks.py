@@ -92,7 +92,7 @@ def test_files_that_were_joined_have_marks_inside(tmp_path: Path) -> None:
 
 def test_a_file_of_a_mark_alone_has_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8)
-    with pytest.raises(DataError, match="no text inside"):
+    with pytest.raises(DataError, match="has no text"):
         texts_of(tmp_path / "a.txt")
 
 

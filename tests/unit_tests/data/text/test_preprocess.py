@@ -84,14 +84,14 @@ def test_files_that_are_left_out_are_told(
     assert script.main(arguments) == 0
     told = capsys.readouterr().out
     assert "1 documents" in told
-    assert "2 .md, 1 without an ending, 1 .gz, 1 .json. --suffix .txt .jsonl .md '' .json reads these" in told
+    assert "2 .md, 1 without a suffix, 1 .gz, 1 .json. Fix: --suffix .txt .jsonl .md '' .json (reads them" in told
     assert "Uncompress .gz first" in told
     (tmp_path / "in" / "e" / "e.jsonl.gz").unlink()
     assert script.main([*arguments, "--suffix", "txt", "json", "md", ""]) == 0
     told = capsys.readouterr().out
     assert "5 documents" in told and "left out" not in told
     assert script.main([*arguments, "--suffix", ".py"]) == 2
-    assert "no file that ends with .py in this folder. It has 2 .md" in capsys.readouterr().err
+    assert "the folder has no .py file. It has 2 .md" in capsys.readouterr().err
 
 
 def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
@@ -102,18 +102,18 @@ def test_large_input_in_several_chunks_keeps_its_order(tmp_path: Path) -> None:
 
 BAD = {
     "missing file": (None, "no such file or folder"),
-    "no matching file": ({"a.md": b"x"}, "no file that ends with .txt or .jsonl in this folder. It has 1 .md"),
-    "empty": ({"a.txt": b"", "b.txt": b" \n"}, "no text inside"),
+    "no matching file": ({"a.md": b"x"}, "the folder has no .txt or .jsonl file. It has 1 .md"),
+    "empty": ({"a.txt": b"", "b.txt": b" \n"}, "has no text"),
     "not UTF-8": ({"a.txt": b"ab\xff"}, r"a.txt: is not UTF-8 text \(byte 2\)"),
     "compressed": (
         {"a.txt": b"x", "b.jsonl.gz": gzip.compress(b"x")},
-        "b.jsonl.gz: is compressed; .*: gunzip -k .*gz$",
+        "b.jsonl.gz: is compressed. Fix: gunzip -k .*gz$",
     ),
     "bad JSON": ({"a.jsonl": b'{"text": "x"}\n{"text": \n'}, r"a.jsonl:2: not valid JSON"),
-    "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: a JSON object is needed, found list"),
-    "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: no key 'text'; it has \['txt'\]"),
+    "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: must be a JSON object, found list"),
+    "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: has no key 'text'; its keys are \['txt'\]"),
     "not text": ({"a.jsonl": b'{"text": 3}\n'}, r"a.jsonl:1: the value of 'text' is int"),
-    "half a pair": ({"a.jsonl": b'{"text": "x"}\n{"text": "a\\ud800b"}\n'}, "a.jsonl:2: .*holds half a surrogate pair"),
+    "half a pair": ({"a.jsonl": b'{"text": "x"}\n{"text": "a\\ud800b"}\n'}, "a.jsonl:2: .*has half a surrogate pair"),
     "too deep": ({"a.jsonl": b"[" * 200_000}, "a.jsonl:1: not valid JSON: nested too deeply"),
 }
 
@@ -134,7 +134,7 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, worker
 @pytest.mark.parametrize("prefix", ["", ".bin", "folder/"])
 def test_output_without_a_name(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="must end in a name"):
+    with pytest.raises(DataError, match="must end in a file name"):
         preprocess([mixed], prefix, BYTES)
     assert not list(tmp_path.glob(".*"))
 
@@ -190,7 +190,7 @@ def test_text_that_is_no_ids_of_a_null_tokenizer(
     (tmp_path / "a.txt").write_text(text)
     arguments = ["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
     assert script.main([*arguments, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]) == 2
-    assert "is no token id: the text of a NullTokenizer is numbers from 0 to 8" in capsys.readouterr().err
+    assert "is not a token id: a NullTokenizer reads numbers from 0 to 8" in capsys.readouterr().err
 
 
 def test_inputs_that_the_file_system_refuses(

@@ -50,14 +50,14 @@ def test_a_bos_that_also_ends_documents_is_refused_where_windows_look_for_the_en
     config: RunConfig, prepared: Any
 ) -> None:
     prefix, settings = prepared("bos is eos")
-    with pytest.raises(DataError, match=r"dataset.eod_mask_loss=true: documents begin with </s>, which also") as error:
+    with pytest.raises(DataError, match=r"dataset.eod_mask_loss=true: documents begin and end with </s>") as error:
         windows(config, prefix, settings)
     assert fix_of(error) == ["dataset.eod_mask_loss=false", "dataset.reset_position_ids=false"]
     config.dataset.eod_mask_loss = config.dataset.reset_position_ids = False
     check_files(config.dataset, build_tokenizer(settings), settings)
     Path(prefix + ENDING).unlink()
     config.dataset.eod_mask_loss = True
-    with pytest.raises(DataError, match="documents begin with </s>"):
+    with pytest.raises(DataError, match="documents begin and end with </s>"):
         check_files(config.dataset, build_tokenizer(settings), settings)
 
 
@@ -100,7 +100,7 @@ def test_data_of_another_tokenizer_names_that_one(config: RunConfig, prepared: A
     fix = fix_of(error)
     assert fix[0] == "tokenizer.tokenizer_type=HuggingFaceTokenizer" and len(fix) == 2
     check_data(config, prefix, load_recipe("llama_tiny_pretrain_config", fix).tokenizer)
-    with pytest.raises(DataError, match="the documents begin with token 0, but those of the run's"):
+    with pytest.raises(DataError, match="the documents begin with token 0, but documents of the run's"):
         check_data(config, prefix, TokenizerConfig("ByteLevelTokenizer"))
     check_data(config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1))  # tokenized elsewhere
     Path(settings.tokenizer_model or "", "tokenizer.json").unlink()
@@ -141,4 +141,4 @@ def test_what_a_document_is_is_logged(config: RunConfig, prepared: Any, caplog: 
     prefix, settings = prepared("both")
     with caplog.at_level(logging.INFO, "megatron_cp"):
         check_data(config, prefix, settings)
-    assert caplog.messages == ["tokenizer: a document is: <s> text </s>"]
+    assert caplog.messages == ["tokenizer: form of a document: <s> text </s>"]

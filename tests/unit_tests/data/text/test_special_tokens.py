@@ -50,7 +50,7 @@ def test_the_setting_decides_against_the_tokenizer(tmp_path: Path) -> None:
     assert HuggingFaceTokenizer(bos, False).suffix == (1,)
     unnamed = make_tokenizer(tmp_path / "unnamed", TEMPLATES["none"], bos_token=None)
     unknown = make_tokenizer(tmp_path / "unknown", TEMPLATES["none"], bos_token="<begin>")
-    for folder, what in ((unnamed, "no file names a bos_token"), (unknown, "its bos_token <begin> is not in the voc")):
+    for folder, what in ((unnamed, "no file sets bos_token"), (unknown, "bos_token <begin> is not in the voc")):
         with pytest.raises(DataError, match=rf"tokenizer.add_bos=true: .*{what}.*\. Fix: tokenizer.add_bos=null"):
             HuggingFaceTokenizer(folder, True)
 
@@ -60,7 +60,7 @@ def test_a_post_processor_that_adds_a_token_beyond_the_vocabulary(tmp_path: Path
     values = json.loads((folder / "tokenizer.json").read_text())
     values["post_processor"]["special_tokens"]["<s>"]["ids"] = [70_000]
     (folder / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(DataError, match="its post-processor adds token 70000, and its vocabulary ends at "):
+    with pytest.raises(DataError, match="the post-processor adds token 70000, but the vocabulary ends at "):
         HuggingFaceTokenizer(folder)
 
 
@@ -132,7 +132,7 @@ def test_plain_prompts_of_an_instruct_model_are_said(
         caplog.clear()
         packed_samples(config, [{"text": WORDS}, pair], tmp_path, tokenizer)
         (said,) = caplog.messages
-        assert "data.jsonl: prompt and response are joined with nothing between" in said
+        assert "data.jsonl: prompts do not use the tokenizer's chat template" in said
         assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in said
     caplog.clear()
     from transformers import AutoTokenizer

@@ -91,7 +91,7 @@ def test_resuming_on_other_ranks_takes_the_same_samples(cli: Any, tmp_path: Path
         (b'{"text": "a"}\n{"text": 5}\n', [], "corpus.jsonl:2: the value of 'text' is int, not text"),
         pytest.param(b'{"text": "\xff"}\n', [], "corpus.jsonl:1: is not UTF-8 text", marks=slow),
         pytest.param(b'{"txt": "a"}\n', [], "corpus.jsonl:1: no 'text', or 'prompt' and 'response'", marks=slow),
-        pytest.param(b'{"text": ""}\n', [], "corpus.jsonl: no text inside", marks=slow),
+        pytest.param(b'{"text": ""}\n', [], "corpus.jsonl: has no text", marks=slow),
         pytest.param(
             b'{"text": "' + b"a" * 300 + b'"}\n',
             ["dataset.too_long=refuse"],

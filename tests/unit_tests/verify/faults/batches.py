@@ -170,9 +170,9 @@ def pieces_of_the_whole_sequence() -> Patch:
 def gradient_of_the_last_piece() -> Patch:
     def change(backward: Callable) -> Callable:
         def without_last(ctx: Any, *gradients: Any) -> Any:
-            last = list(chunked_loss._pieces(ctx.saved_tensors[0], ctx.size))[-1]
+            last = list(chunked_loss._chunks(ctx.saved_tensors[0], ctx.size))[-1]
             of_losses = gradients[0].clone()
-            chunked_loss._place_of(last, of_losses, ctx.saved_tensors[0]).zero_()
+            chunked_loss._chunk_of(last, of_losses, ctx.saved_tensors[0]).zero_()
             return backward(ctx, of_losses)
 
         return staticmethod(without_last)
