@@ -177,7 +177,7 @@ def has_a_bug() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"),
+    ("fail", "message"),
     [
         (breaks_a_rule, "error A1: train.global_batch_size=0: must be an integer of at least 1"),
         (lacks_its_corpus, "absent/corpus"),
