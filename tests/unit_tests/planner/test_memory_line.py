@@ -1,0 +1,38 @@
+"""The estimated peak in dry runs, and the rule that refuses what does not fit."""
+
+import pytest
+
+from megatron_cp import cli
+
+RECIPE = "llama31_405b_pretrain_config"
+
+
+@pytest.fixture
+def validate(capsys):
+    def run(*argv):
+        code = cli.main(["validate", RECIPE, *argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_recipe_fits_at_its_own_size(validate):
+    code, out, _ = validate("--environment", "gpu")
+    assert code == 0 and "of 80 GiB a GPU (largest: " in out and out.endswith("; the estimated memory fits\n")
+
+
+def test_what_does_not_fit_is_refused_unless_it_is_not_checked(validate):
+    few = ("--environment", "gpu", "--world-size", "1", "-tp", "1", "-pp", "1", "-cp", "1", "-vp", "1")
+    assert "error K66" in validate(*few)[2]
+    code, out, err = validate(*few[:4], "-tp", "1", "-pp", "1", "-cp", "1", "--no-memory-check",
+                              "model.virtual_pipeline_model_parallel_size=null", "model.sequence_parallel=false",
+                              "model.account_for_embedding_in_pipeline_split=false",
+                              "model.account_for_loss_in_pipeline_split=false")  # fmt: skip
+    assert code == 0, err
+    assert "estimated peak" in out and out.endswith("memory is not checked (--no-memory-check)\n")
+
+
+def test_nothing_is_said_of_ranks_on_cpus(validate):
+    code, out, _ = validate("--environment", "cpu")
+    assert code == 0 and "estimated peak" not in out and out.endswith("; memory is not checked\n")
