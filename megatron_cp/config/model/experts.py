@@ -75,7 +75,7 @@ class Experts:
     )
     moe_ffn_hidden_size: int | None = size(None, "width of an expert; null: ffn_hidden_size", WEIGHTS)
     moe_latent_size: int | None = size(
-        None, "input and output dimensions of experts; null: hidden_size", WEIGHTS, when=EXPERTS
+        None, "input and output dimensions of experts; null: the model's width", WEIGHTS, when=EXPERTS
     )
     moe_shared_expert_intermediate_size: int | None = size(
         None, "total width of the shared experts; null: none", WEIGHTS, when=EXPERTS
