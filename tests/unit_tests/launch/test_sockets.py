@@ -29,13 +29,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_cp.launch.rendezvous import meet
+from megatron_cp.launch.rendezvous import rendezvous
 from megatron_cp.launch.sockets import use_one_interface
 from megatron_cp.launch.process import end_with_launcher
 
 end_with_launcher()
 use_one_interface()
-store, rank, size = meet("gloo", timedelta(minutes=2))
+store, rank, size = rendezvous("gloo", timedelta(minutes=2))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 dist.barrier()
 Path(f"ready{rank}").touch()

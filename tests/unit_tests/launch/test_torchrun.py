@@ -60,7 +60,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_cp.common.errors import RuntimeFault
-from megatron_cp.launch.rendezvous import meet
+from megatron_cp.launch.rendezvous import rendezvous
 from megatron_cp.launch import health_monitor
 
 folder, rank, how = Path(sys.argv[1]), os.environ["RANK"], sys.argv[3]
@@ -70,7 +70,7 @@ if how == "die" and rank == "1":
 if how == f"interrupted{rank}":
     sys.exit(130)
 try:
-    store, _, size = meet("gloo", timedelta(minutes=2))
+    store, _, size = rendezvous("gloo", timedelta(minutes=2))
 except RuntimeFault as fault:
     sys.exit(f"megatron-cp: {fault}")
 dist.init_process_group("gloo", store=store, rank=int(rank), world_size=size)
