@@ -1,1 +1,4 @@
-"""Estimates of a layout's memory and step time. Pure: no torch, no megatron, no process group."""
+"""Estimates of a layout's memory and step time.
+
+Pure: imports neither torch nor megatron, and needs no process group.
+"""

@@ -1,4 +1,7 @@
-"""What a GPU and its links sustain: the constants of the time model. Presets are the files of ``devices/``. Pure."""
+"""Device constants of the time model: sustained speeds of a GPU and its links.
+
+Presets are the YAML files in ``devices/``. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,25 @@ GROUPS = ("tp", "cp", "ep", "dp", "pp")
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU in a cluster. Bandwidths are what training sustains in one direction, not what data sheets promise.
+    """A GPU in a cluster.
 
-    memory: bytes. gpus_per_node: GPUs that share the fast links.
+    Bandwidths are one-directional rates sustained in training, not data-sheet peaks.
+
+    memory: bytes.
+    gpus_per_node: GPUs connected by intra-node links.
     matmul_flops: peak FLOP/s of dense matrix products by number format.
-    matmul_efficiency: share of the peak that large products sustain in a training step, by number format.
-    attention_flops: FLOP/s of long causal attention, forward and backward, counting only pairs that see each other.
-    attention_half: tokens of a sequence (or chunk) at which attention reaches half of that.
-    score_bytes: bytes moved for each pair of a query and a key and each head, forward; 0 for fused (flash) attention.
-    memory_bandwidth: bytes/s of kernels that only move data, and of what a matrix product reads and writes.
-    kernel_seconds: time between two kernels on the GPU.
-    launch_seconds: time the host needs for each kernel: the host sets the pace where kernels are shorter.
-    host_serial: share of the host's time in which the GPU waits, as where layers synchronize with it.
-    step_seconds: time of a step that nothing else explains (data, gradient norm, logging).
-    intra_bandwidth, inter_bandwidth: bytes/s of one GPU inside a node and to other nodes.
-    intra_latency, inter_latency: seconds of a message, and of a collective between two ranks; of n log2(n) times that.
-    overlap: share of the communication of each group that computation may hide.
+    matmul_efficiency: fraction of the peak sustained by large products in training, by number format.
+    attention_flops: FLOP/s of long causal attention, (forward, backward), counting visible pairs only.
+    attention_half: sequence (or chunk) length in tokens at which attention reaches half of ``attention_flops``.
+    score_bytes: bytes moved per query-key pair and head in the forward pass; 0 for fused (flash) attention.
+    memory_bandwidth: bytes/s of elementwise kernels and of matrix product operands.
+    kernel_seconds: gap between two kernels on the GPU.
+    launch_seconds: host time per kernel launch; limits the step when kernels are shorter.
+    host_serial: fraction of host time during which the GPU is idle, for example in synchronizing layers.
+    step_seconds: constant overhead per step (data loading, gradient norm, logging).
+    intra_bandwidth, inter_bandwidth: bytes/s per GPU within a node and between nodes.
+    intra_latency, inter_latency: seconds per message or two-rank collective; n ranks take log2(n) times as long.
+    overlap: fraction of each group's communication that computation can hide.
     """
 
     name: str
@@ -57,24 +63,27 @@ class Device:
     overlap: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
 
     def matmul_rate(self, number_format: str) -> float:
-        """FLOP/s that large matrix products sustain. A format that the device does not have is computed in the next."""
+        """Return the sustained FLOP/s of large matrix products.
+
+        A format that the device does not support runs in the nearest preceding supported format of :data:`FORMATS`.
+        """
         known = [each for each in FORMATS[: FORMATS.index(number_format) + 1] if each in self.matmul_flops]
         chosen = known[-1]
         return self.matmul_flops[chosen] * self.matmul_efficiency[chosen]
 
 
 def device_names() -> list[str]:
-    """The names of the presets."""
+    """Return the names of the presets."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def load_device(name_or_path: str) -> Device:
-    """A preset by its name, or the device of a YAML file with a Device's fields.
+    """Load a device preset by name, or a YAML file with :class:`Device` fields.
 
-    ``base: NAME`` in a file takes all that the file leaves out from a preset.
+    ``base: NAME`` in a file selects the preset for all omitted fields.
 
     Raises:
-        ConfigError: there is no such device, or the file does not describe one.
+        ConfigError: unknown device name, or invalid file.
     """
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml"):
@@ -112,7 +121,10 @@ def _read(path: Path) -> Device:
 
 
 def _value(value: Any) -> Any:
-    """YAML reads ``1e12`` as text."""
+    """Convert a YAML value to device field types.
+
+    Numbers such as ``1e12`` arrive as text; lists become tuples.
+    """
     if isinstance(value, dict):
         return {str(key): _value(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -126,7 +138,11 @@ def _value(value: Any) -> Any:
 
 
 def _checked(device: Device) -> Device:
-    """Raises ValueError for numbers that no device has."""
+    """Validate a device and fill ``overlap`` for all groups.
+
+    Raises:
+        ValueError: a number is negative, not finite or missing.
+    """
     for each in fields(Device):
         value = getattr(device, each.name)
         numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else [value]

@@ -1,4 +1,7 @@
-"""Fit a device's constants to measured step times: a few scalars, each held near what it was. Pure."""
+"""Fit a device's constants to measured step times.
+
+A few scalars are fitted, each with a prior centred on the current value. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from megatron_cp.estimate.device import Device
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.time import time_estimate
 
-# What is fitted: speed of matrix products, of attention, of memory, of the host, of links inside a node and of others.
+# Fitted speeds: matrix products, attention, memory, host, intra-node links, inter-node links.
 SCALARS = ("matmul", "attention", "memory", "host", "intra", "inter")
 _WIDTHS = {"matmul": 0.3, "attention": 0.5, "memory": 0.5, "host": 1.0, "intra": 0.7, "inter": 0.7}
-NOISE = 0.03  # of a measured time, as a share of it
+NOISE = 0.03  # relative standard deviation of a measured time
 _ROUNDS = 12
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A device, and predicted over measured seconds of each job that it was fitted to."""
+    """A fitted device.
+
+    ratios: predicted over measured seconds of each fitted job.
+    """
 
     device: Device
     ratios: tuple[float, ...]
@@ -32,7 +38,10 @@ class Fit:
 
 
 def scaled(device: Device, speeds: Sequence[float]) -> Device:
-    """The device with each of :data:`SCALARS` so many times as fast."""
+    """Multiply each speed of :data:`SCALARS` by a factor.
+
+    speeds: one factor per scalar, in the order of :data:`SCALARS`.
+    """
     matmul, attention, memory, host, intra, inter = speeds
     return replace(
         device,
@@ -49,10 +58,13 @@ def scaled(device: Device, speeds: Sequence[float]) -> Device:
 
 
 def fit_device(device: Device, jobs: Sequence[Job], seconds: Sequence[float], gpus_per_node: int | None = None) -> Fit:
-    """The device whose predictions come closest to measured seconds, robustly.
+    """Fit the device's scalars to measured step times, robustly.
 
-    Each scalar has a normal prior in the logarithm around 1, so that a few runs move only what they say something
-    about. Residuals beyond three times the noise count linearly (Huber), so that one bad run does not decide.
+    Each scalar has a log-normal prior centred on 1, so scalars without evidence stay unchanged. Residuals above three
+    times the noise have linear (Huber) loss, which limits the effect of an outlier.
+
+    Args:
+        seconds: measured seconds per step of each job.
     """
 
     def residuals(logs: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ def pairs_of_samples(model: ModelConfig, lengths: Sequence[int]) -> np.ndarray:
 
 
 def numbered_layer_types(model: ModelConfig) -> list[tuple[int, str]]:
-    """Return number and types of each layer.
+    """Return the number and types of each layer.
 
     Types: attention ``*``, MLP ``-``, experts ``E``, Mamba ``M``.
     """

@@ -1,4 +1,7 @@
-"""What the memory and the time of a training step depend on: a model, a batch, a layout and number formats. Pure."""
+"""Inputs and results of the memory and time models.
+
+A job has a model, a batch, a layout and number formats. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_cp.config.sections.distributed import DistributedDataParallelConfi
 from megatron_cp.config.sections.optimization import OptimizerConfig
 from megatron_cp.parallel.layout import RankLayout
 
-# The number format of matrix products; everything else is computed in bf16, or in fp32 where this is fp32.
+# Number format of matrix products. Other operations run in bf16, or in fp32 if this is fp32.
 Gemm = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 
@@ -22,7 +25,7 @@ class Job:
     vocab_size: rows of the output layer, before padding to tensor parallel ranks.
     gemm: number format of matrix products.
     lengths: documents of a typical packed microbatch (tokens), for packed data; None for samples of one length.
-    expert_load: tokens of the rank whose experts get most, divided by the mean of all ranks.
+    expert_load: tokens routed to the busiest expert rank, divided by the mean over ranks.
     """
 
     model: ModelConfig
@@ -50,11 +53,11 @@ class Job:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes of the GPU that needs most, by kind.
+    """Peak bytes of the GPU with the highest memory use, by kind.
 
     kinds: ``weights``, ``gradients``, ``optimizer``, ``activations: KIND`` for each kind of activation, ``logits``,
-    ``buffers`` (communication and kernels) and ``allocator`` (what the allocator cannot use, and the CUDA context).
-    stage: the pipeline stage of that GPU.
+    ``buffers`` (communication and kernels) and ``allocator`` (fragmentation and CUDA context).
+    stage: pipeline stage of the GPU.
     """
 
     kinds: Mapping[str, float]
@@ -67,12 +70,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of a training step, by kind; the kinds add up to the step.
+    """Seconds of a training step, by kind; the sum is the step time.
 
     kinds: ``matrix products``, ``attention``, ``elementwise`` (norms, activations, router, embedding),
     ``recomputation``, ``exposed GROUP`` for the exposed communication of each group (tp, cp, ep, dp, pp), ``bubble``,
     ``optimizer``, ``host``.
-    model_flops: operations of a step as published figures count them, of all GPUs (see estimate/flops.py).
+    model_flops: model FLOPs of a step over all GPUs (see estimate/flops.py).
     """
 
     kinds: Mapping[str, float]

@@ -1,4 +1,7 @@
-"""By which models are told apart where results are kept: a search asks for thousands of layouts of one model. Pure."""
+"""Cache keys of models.
+
+A search estimates thousands of layouts of one model and caches results by these keys. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from megatron_cp.config.model_config import ModelConfig
 
 
 def model_key(model: ModelConfig) -> tuple[Any, ...]:
-    """What the operations and the pipeline stages of a model depend on."""
+    """Return the settings that determine a model's operations and pipeline stages."""
     values = (
         model.architecture,
         model.hybrid_layer_pattern,

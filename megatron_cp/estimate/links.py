@@ -1,4 +1,4 @@
-"""How long messages take in groups of ranks that lie on nodes. Pure."""
+"""Communication time of process groups within and between nodes. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron_cp.estimate.device import Device
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster with ``per_node`` neighbouring ranks on each node.
+    """Links of a cluster with ``per_node`` consecutive ranks on each node.
 
-    A group is told by its ``size`` and its ``stride``: the distance of neighbouring members in ranks.
+    A group is given by ``size`` and ``stride``, the rank difference between neighbouring members.
     """
 
     device: Device
     per_node: int
 
     def on_a_node(self, size: int, stride: int) -> int:
-        """Members of a group that share a node."""
+        """Return the number of group members per node."""
         return max(1, min(size, self.per_node // stride))
 
     def gather(self, size: int, stride: int, total: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of ``total`` bytes, in a ring.
+        """Estimate seconds of a ring all-gather or reduce-scatter of ``total`` bytes.
 
-        Where the group leaves the node, as many network cards work as it has members there.
+        Between nodes, the bandwidth is one network card per group member on the node.
         """
         if size == 1:
             return 0.0
@@ -36,7 +36,10 @@ class Links:
         return total * (size - 1) / size / bandwidth + device.inter_latency * math.log2(size)
 
     def exchange(self, size: int, stride: int, held: float) -> float:
-        """Seconds of an all-to-all where each rank holds ``held`` bytes, of which each gets an equal part."""
+        """Estimate seconds of an all-to-all.
+
+        held: bytes sent by each rank, in equal parts to all ranks.
+        """
         if size == 1:
             return 0.0
         device, here = self.device, self.on_a_node(size, stride)
@@ -46,7 +49,10 @@ class Links:
         return max(inside, held * (size - here) / size / device.inter_bandwidth) + device.inter_latency
 
     def hop(self, size: int, stride: int, held: float) -> float:
-        """Seconds of a message of ``held`` bytes from each rank to the next one of a ring, at the slowest link."""
+        """Estimate seconds of one ring step, limited by the slowest link.
+
+        held: bytes sent by each rank to the next rank.
+        """
         if size == 1:
             return 0.0
         if self.on_a_node(size, stride) == size:

@@ -1,4 +1,4 @@
-"""What one rank works on in a microbatch, and what its kernels and messages take. Pure."""
+"""Work of one rank for a microbatch: kernel and message times. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ITEM = 2  # bytes of an activation in bf16
 
 
 class Work(NamedTuple):
-    """Seconds of a pass by kind, and how many kernels it launches."""
+    """Seconds of a pass by kind, and the number of launched kernels."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -28,7 +28,7 @@ class Work(NamedTuple):
         return sum(self[:-1])
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        return Work(  # written out, because a search calls it most of the time
+        return Work(  # not a loop: the hot path of a search
             self.matmul + times * other.matmul,
             self.attention + times * other.attention,
             self.elementwise + times * other.elementwise,
@@ -44,7 +44,12 @@ NOTHING = Work()
 
 @dataclass(frozen=True)
 class Passes:
-    """``again`` is what recomputation repeats of ``forward``; ``weights`` the rank's, of experts if ``expert``."""
+    """Forward and backward work of one microbatch.
+
+    again: recomputed part of ``forward``.
+    weights: parameters on the rank, without routed experts.
+    expert_weights: parameters of routed experts on the rank.
+    """
 
     forward: Work
     backward: Work
@@ -55,10 +60,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank works on in a microbatch, and with what.
+    """Device, group sizes and microbatch of one rank.
 
-    tokens: of the microbatch on a context parallel rank. pairs: of a query and a key that it sees, of all context
-    parallel ranks, and ``square``: as if each saw all of its document. longest: tokens of the longest document.
+    tokens: tokens of the microbatch on a context parallel rank.
+    pairs: visible query-key pairs per layer, summed over context parallel ranks.
+    square: query-key pairs without a mask, summed over context parallel ranks.
+    longest: tokens of the longest document.
+    split: ranks that share the tokens outside attention and MLP (sequence parallelism).
     """
 
     device: Device
@@ -73,17 +81,19 @@ class Rank:
     ep: int
     etp: int
     levels: tuple[int, ...] | None
-    split: int  # ranks that divide the tokens outside of attention and MLP
+    split: int
 
     def moved(self, elements: float) -> float:
-        """Seconds of kernels that read or write so many elements in all."""
+        """Estimate seconds of kernels that read or write ``elements`` in total."""
         return elements * ITEM / self.device.memory_bandwidth
 
     def products(self, *shapes: tuple[float, float, float], count: float = 1, backward: bool = False) -> Work:
-        """Matrix products of [m, k] by [k, n], each ``count`` times; with ``backward`` the two that follow from each.
+        """Estimate matrix products of [m, k] by [k, n], each ``count`` times.
 
-        A product takes its operations at the rate of large products and its bytes at the rate of memory, of which it
-        hides the shorter one, though not where both are as long. Formats of less than 16 bits have to be made first.
+        backward: estimate the input-gradient and weight-gradient products of each shape instead.
+
+        A product takes ``hypot(compute, memory)`` seconds: the longer time dominates, with imperfect overlap when both
+        are equal. Formats below 16 bits also need a cast of the operands.
         """
         device, bits16 = self.device, self.gemm in ("bf16", "fp32")
         item = ITEM if bits16 else 1
@@ -91,7 +101,7 @@ class Rank:
         seconds = cast = 0.0
         for m, k, n in shapes:
             operations = 2 * m * k * n / rate
-            if backward:  # of the input, and of the weight, whose gradient is added up in float32
+            if backward:  # input gradient; weight gradient, accumulated in float32
                 seconds += math.hypot(operations, (item * (m * n + k * n) + ITEM * m * k) / bandwidth)
                 seconds += math.hypot(operations, (item * (m * k + m * n) + 8 * k * n) / bandwidth)
             else:
@@ -103,7 +113,7 @@ class Rank:
         return Work(count * seconds, 0.0, count * cast / bandwidth, kernels=kernels)
 
     def of_tensor_parallel(self, width: float, gathers: int) -> Work:
-        """So many all-gathers and reduce-scatters of all tokens, ``width`` elements each."""
+        """Estimate ``gathers`` all-gathers or reduce-scatters of [tokens, width]."""
         if self.tp == 1:
             return NOTHING
         one = self.links.gather(self.tp, 1, self.tokens * width * ITEM)
