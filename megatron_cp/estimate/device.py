@@ -104,20 +104,20 @@ def _read(path: Path) -> Device:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}. Fix: name a YAML file of a device") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: describes no device. Fix: write fields such as those of {PRESETS / 'h100.yaml'}")
+        raise ConfigError(f"{path}: not a device description. Fix: write fields as in {PRESETS / 'h100.yaml'}")
     base = found.pop("base", None)
     known = [each.name for each in fields(Device)]
     for key in found:
         if key not in known:
             near = nearest_first(str(key), known)[0]
-            raise ConfigError(f"{path}: {key} is no field of a device. Fix: name it {near}, or remove it")
+            raise ConfigError(f"{path}: {key}: unknown device field. Fix: name it {near}, or remove it")
     try:
         values = {key: _value(found[key]) for key in found}
         device = replace(load_device(str(base)), **values) if base else Device(**values)
         return _checked(device)
     except (TypeError, ValueError, KeyError) as error:
-        fix = "add what is missing, or base: h100"
-        raise ConfigError(f"{path}: describes no device: {error}. Fix: {fix}") from error
+        fix = "add the missing fields, or base: h100"
+        raise ConfigError(f"{path}: invalid device: {error}. Fix: {fix}") from error
 
 
 def _value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Seconds of a training step, from what each pipeline stage does with a microbatch. Pure."""
+"""Time model: seconds of a training step from the work of each pipeline stage. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work
 from megatron_cp.estimate.work import loss_work, work_of
 from megatron_cp.models.vocabulary import padded_vocab_size
 
-# Bytes that Adam moves for each parameter of a rank's share: gradient, master weight and both means read and written.
+# Bytes moved by Adam per parameter of a rank's shard: gradient, master weight and both moments, read and written.
 ADAM_BYTES = 32
-GRADIENT_BYTES = 8  # for each parameter of a rank: zeroed, and read for the norm
+GRADIENT_BYTES = 8  # per parameter of a rank: zeroed once, read once for the norm
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: passes of one microbatch through all of its layers, and its weights on a rank."""
+    """A pipeline stage on one rank.
+
+    passes: work of one microbatch through all layers of the stage, and parameters.
+    counts: number of layer parts by type letter.
+    """
 
     passes: Passes
     counts: Mapping[str, int]
@@ -36,7 +40,7 @@ class Stage:
         return self.passes.backward.plus(self.passes.again)
 
     def seconds(self, device: Device) -> float:
-        """Of both passes of a microbatch: the GPU's, or the host's where that takes longer."""
+        """Return seconds of both passes of a microbatch, limited by GPU or host."""
         return sum(_paced(each, device) for each in (self.passes.forward, self.backward))
 
 
@@ -46,9 +50,9 @@ def _paced(work: Work, device: Device) -> float:
 
 
 def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) -> TimeEstimate:
-    """Seconds of a training step of ``job`` on GPUs of a kind.
+    """Estimate seconds of a training step of ``job`` on ``device``.
 
-    The slowest stage takes all microbatches one after the other; the others fill and drain the pipeline around it.
+    The slowest stage runs all microbatches without gaps. The other stages add the pipeline's fill and drain time.
     """
     layout, count = job.layout, job.microbatches
     links = Links(device, gpus_per_node or device.gpus_per_node)
@@ -156,7 +160,10 @@ def _stage(
 
 
 def _recomputed_share(model: ModelConfig, layers: float) -> float:
-    """Of the layers, where full recomputation takes the first so many of each virtual stage only."""
+    """Return the fraction of layers under full recomputation.
+
+    With ``recompute_method=block``, only the first layers of each virtual stage are recomputed.
+    """
     if model.recompute_granularity != "full" or model.recompute_method != "block" or not layers:
         return 1.0
     virtual = model.virtual_pipeline_model_parallel_size or 1
@@ -164,7 +171,10 @@ def _recomputed_share(model: ModelConfig, layers: float) -> float:
 
 
 def _layers_of_stages(model: ModelConfig) -> list[Mapping[str, int]]:
-    """How many parts of each kind each stage has; where layers do not divide, as evenly as can be."""
+    """Count layer parts by type letter for each pipeline stage.
+
+    Layers that do not divide by the stages are split as evenly as possible.
+    """
     key = model_key(model)
     if key not in _STAGES:
         layers = model.layer_types
@@ -181,7 +191,10 @@ def _layers_of_stages(model: ModelConfig) -> list[Mapping[str, int]]:
 
 
 def _exposed_pp(job: Job, links: Links, device: Device) -> float:
-    """Seconds that a stage waits for messages of one microbatch: one each way for each virtual stage."""
+    """Estimate exposed pipeline communication of one microbatch, in seconds.
+
+    Each virtual stage sends one message forward and one backward.
+    """
     model, layout = job.model, job.layout
     if layout.pp == 1:
         return 0.0
@@ -195,7 +208,7 @@ def _exposed_pp(job: Job, links: Links, device: Device) -> float:
 
 
 def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tuple[float, float]:
-    """Exposed seconds of gradients and weights among data parallel ranks, and those of the optimizer."""
+    """Estimate exposed data parallel communication and optimizer time, in seconds."""
     layout, passes = job.layout, stage.passes
     dense = (layout.dp * layout.cp, layout.tp, passes.weights)
     experts = (layout.world_size // layout.expert_model_size, layout.etp * layout.ep, passes.expert_weights)
@@ -209,7 +222,7 @@ def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tupl
         reduced += one * item * (1 if sharded else 2)
         gathered += one * 2 if sharded else 0.0
         moved += weights * (GRADIENT_BYTES + ADAM_BYTES / (size if sharded else 1))
-    # Messages hide behind the last microbatch's backward and the first one's forward pass.
+    # Gradient messages overlap the last backward pass, weight messages the first forward pass.
     hidden = device.overlap["dp"] * stage.backward.seconds if job.ddp.overlap_grad_reduce else 0.0
     exposed = max(0.0, reduced - hidden)
     hidden = device.overlap["dp"] * passes.forward.seconds if job.ddp.overlap_param_gather else 0.0

@@ -1,4 +1,7 @@
-"""What a layer and the loss cost one rank for one microbatch, forward, backward and where recomputed. Pure."""
+"""Work of a layer and of the loss on one rank, for one microbatch.
+
+Each has forward, backward and recomputed work. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,23 @@ from megatron_cp.estimate.flops import head_dims
 from megatron_cp.estimate.rank import ITEM, NOTHING, Passes, Rank, Work
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
-EXPERT_KERNELS = 200  # that routing, sorting and its bookkeeping launch in a layer and pass
-MERGED = 12  # bytes moved for each element of attention's output where a ring step's result is merged
+EXPERT_KERNELS = 200  # kernel launches of routing and sorting, per layer and pass
+MERGED = 12  # bytes moved per output element to merge the result of a ring step
 
 
 def work_of(model: ModelConfig, rank: Rank, part: str) -> Passes:
-    """Of one part of a layer: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
+    """Return the work of one part of a layer.
+
+    part: attention ``*``, MLP ``-``, experts ``E`` or Mamba ``M``.
+    """
     return _OF_PART[part](model, rank)
 
 
 def _around(model: ModelConfig, rank: Rank, backward: bool) -> Work:
-    """Norm, residual sum and tensor parallel messages of a part of a layer."""
+    """Return the work of norm, residual addition and tensor parallel messages."""
     hidden = model.hidden_size
     around = Work(elementwise=rank.moved((6 if backward else 5) * rank.tokens * hidden / rank.split), kernels=4)
-    # With sequence parallelism the input is gathered again for the weights' gradients.
+    # Sequence parallelism gathers the input again for the weight gradients.
     return around.plus(rank.of_tensor_parallel(hidden, 3 if backward and rank.split > 1 else 2))
 
 
@@ -67,7 +73,10 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
 
 
 def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:
-    """Attention itself, and what context parallel ranks exchange for it."""
+    """Return the work of core attention and of the context parallel exchange.
+
+    heads, groups: query and key-value heads on this tensor parallel rank.
+    """
     device, (qk, v) = rank.device, head_dims(model)
     per_pair = 2 * (qk + v) * heads * (2.5 if backward else 1)
     scores = rank.square * heads / rank.cp * device.score_bytes * (1.5 if backward else 1)
@@ -99,7 +108,12 @@ def _ring_size(rank: Rank, transport: Transport) -> int:
 def _exchanged(
     rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool
 ) -> float:
-    """Exposed seconds of a transport; ``queries`` and ``keys`` are elements a token of q with o, and of k with v."""
+    """Estimate exposed seconds of a transport.
+
+    queries: elements per token of queries and outputs.
+    keys: elements per token of keys and values.
+    attention: seconds of the attention kernels, which ring messages overlap.
+    """
     if rank.cp == 1:
         return 0.0
     links, ring = rank.links, _ring_size(rank, transport)
@@ -118,7 +132,7 @@ def _exchanged(
 
 
 def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool) -> Work:
-    """The activation function of so many elements, with its gate."""
+    """Return the work of the activation function and gate on ``elements`` outputs."""
     each = (5 if backward else 3) if model.gated_linear_unit else (3 if backward else 2)
     if model.activation_func_clamp_value is not None or model.glu_linear_offset:
         each *= 4  # no kernel fuses these
@@ -126,7 +140,7 @@ def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool)
 
 
 def _mlp_of(model: ModelConfig, rank: Rank, width: float) -> tuple[Work, Work, float]:
-    """Forward, backward and weights of an MLP."""
+    """Return forward work, backward work and parameter count of an MLP."""
     hidden, split = float(model.hidden_size), width / rank.tp
     shapes = [(rank.tokens, hidden, split * (2 if model.gated_linear_unit else 1)), (rank.tokens, split, hidden)]
     passes = [
@@ -149,7 +163,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     experts, topk = model.num_moe_experts or 1, model.moe_router_topk
     width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size) / rank.etp
     local = experts / rank.ep
-    arrived = rank.tokens / rank.tp * topk * rank.etp  # at a rank's experts, where the router is balanced
+    arrived = rank.tokens / rank.tp * topk * rank.etp  # tokens per rank under a balanced router
     rows = arrived / local
     shapes = [(rows, hidden, width * (2 if model.gated_linear_unit else 1)), (rows, width, hidden)]
     weights = local * sum(k * n for _, k, n in shapes)
@@ -182,7 +196,10 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
 
 
 def _mamba(model: ModelConfig, rank: Rank) -> Passes:
-    """Its scan moves states and works at the rate of attention; context parallel ranks exchange heads."""
+    """Return the work of a Mamba layer.
+
+    The scan runs at attention's FLOP/s. Context parallel ranks exchange heads by all-to-all.
+    """
     shape, tokens, hidden = MambaShape.of(model), rank.tokens, float(model.hidden_size)
     projected, inner = sum(shape.projected) / rank.tp, shape.inner / rank.tp
     shapes = [(tokens, hidden, projected), (tokens, inner, hidden)]
@@ -199,7 +216,10 @@ def _mamba(model: ModelConfig, rank: Rank) -> Passes:
 
 
 def loss_work(model: ModelConfig, rank: Rank, rows: float) -> Passes:
-    """The output layer, always in 16 bits, and the loss over ``rows`` of vocabulary on a tensor parallel rank."""
+    """Return the work of the output layer (at least 16 bits) and the loss.
+
+    rows: padded vocabulary size, over all tensor parallel ranks.
+    """
     own = replace(rank, gemm="bf16" if rank.gemm != "fp32" else "fp32")
     shape = (rank.tokens, float(model.hidden_size), rows / rank.tp)
     passes, each = [], 12 if model.cross_entropy_loss_fusion is False else 3  # reads and writes of each logit

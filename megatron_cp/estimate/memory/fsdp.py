@@ -1,14 +1,13 @@
-"""Peak memory of fully sharded data parallelism, to judge published figures by. Pure.
+"""Peak memory of fully sharded data parallelism, to check published figures. Pure.
 
-PyTorch's FSDP2, as torchtitan trains Llama with it. This project shards no parameters. What is counted:
+Models PyTorch's FSDP2 as used by torchtitan for Llama. This project does not shard parameters. Assumptions:
 
-- parameters, gradients and both moments of AdamW in float32, 16 bytes a parameter, divided over all ranks;
-- of each layer the checkpointed input; with selective recomputation also what attention and every second product give
-  (torchtitan's ``_apply_ac_to_transformer_block``: products of q, v, w1 and w2 are kept);
-- the loss over all tokens, whose backward pass is the peak: logits and their gradients in bf16 (2 + 2 bytes), and in
-  float32 logits, log-softmax and gradients (12). Without torch.compile one more copy in bf16;
-- nothing for the allocator: the largest blocks are those of the loss, which it gets whole, and what it has reserved for
-  the layers' backward passes lies in the place that logits take.
+- Parameters, gradients and both AdamW moments are float32: 16 bytes per parameter, divided over all ranks.
+- Each layer keeps the checkpointed input. Selective recomputation also keeps the outputs of attention and of every
+  second product (q, v, w1 and w2 in torchtitan's ``_apply_ac_to_transformer_block``).
+- The peak is the backward pass of the loss, over all tokens. Logits and gradients take 2 + 2 bytes in bf16; logits,
+  log-softmax and gradients take 12 bytes in float32. Without torch.compile there is one more bf16 copy.
+- Allocator waste is 0: the loss allocates the largest blocks, and they reuse the memory of the layers' backward passes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ def fully_sharded_peak(
     recompute: str,
     compiled: bool,
 ) -> float:
-    """Bytes of a rank with ``tokens`` of a microbatch, under ``shards`` ranks."""
+    """Estimate peak bytes of one rank under FSDP2.
+
+    tokens: tokens of a microbatch on the rank.
+    shards: ranks that share the parameters.
+    """
     keys = hidden // heads * kv_heads
     layer = hidden * (2 * hidden + 2 * keys) + 3 * hidden * ffn + 2 * hidden
     parameters = layers * layer + 2 * vocabulary * hidden + hidden

@@ -1,4 +1,4 @@
-"""The parameters of each part of a model on one rank. Pure."""
+"""Parameters of each part of a model on one rank. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.models.layers.mamba.shape import CONV_WIDTH, MambaShape
 
-ALIGNMENT = 64  # elements that each parameter starts at a multiple of, in the distributed optimizer's buffers
+ALIGNMENT = 64  # elements; alignment of each parameter in the distributed optimizer's buffers
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """``count`` parameters of as many elements on one rank.
+    """``count`` parameters of ``elements`` elements each on one rank.
 
-    expert: replicated over the expert data parallel group. matrix: trained by muon, which trains matrices alone.
+    expert: replicated over the expert data parallel group.
+    matrix: trained by Muon, which supports matrices only.
     """
 
     elements: int
@@ -25,12 +26,18 @@ class Parameter:
 
 
 def layer_parameters(model: ModelConfig, parts: str, te_layers: bool) -> list[Parameter]:
-    """Of a layer of these parts: attention ``*``, an MLP ``-``, experts ``E``, Mamba ``M``."""
+    """Return the parameters of a layer.
+
+    parts: letters of attention ``*``, MLP ``-``, experts ``E`` and Mamba ``M``.
+    """
     return [parameter for part in parts for parameter in _OF_PART[part](model, te_layers)]
 
 
 def embedding_parameters(model: ModelConfig, rows: int) -> list[Parameter]:
-    """Of the first stage; ``rows`` of the padded vocabulary."""
+    """Return the embedding parameters of the first stage.
+
+    rows: padded vocabulary size.
+    """
     found = [Parameter(rows // model.tensor_model_parallel_size * model.hidden_size, matrix=False)]
     if model.position_embedding_type == "learned_absolute":
         positions = model.max_position_embeddings or model.seq_length or 0
@@ -39,9 +46,10 @@ def embedding_parameters(model: ModelConfig, rows: int) -> list[Parameter]:
 
 
 def ending_parameters(model: ModelConfig, rows: int, first: bool, te_layers: bool) -> list[Parameter]:
-    """Of the last stage: the last norm, the output layer and the layers of multi-token prediction.
+    """Return the parameters of the final norm, output layer and MTP layers.
 
-    ``first``: it is the first stage, too, and has the embedding already.
+    rows: padded vocabulary size.
+    first: the last stage is also the first stage and already has the embedding.
     """
     hidden, tp = model.hidden_size, model.tensor_model_parallel_size
     found = list(_norm(model))
@@ -50,7 +58,7 @@ def ending_parameters(model: ModelConfig, rows: int, first: bool, te_layers: boo
         found.append(vocabulary)
     depths = mtp_depths(model)
     if depths and not first and not model.share_embeddings_and_output_weights:
-        found.append(vocabulary)  # the embedding of further tokens
+        found.append(vocabulary)  # embedding copy of the MTP layers
     for parts in depths:
         found += [*_norm(model) * 3, Parameter(2 * hidden * hidden // tp)]
         found += [parameter for part in parts for parameter in layer_parameters(model, part, te_layers)]
@@ -58,7 +66,7 @@ def ending_parameters(model: ModelConfig, rows: int, first: bool, te_layers: boo
 
 
 def mtp_depths(model: ModelConfig) -> list[tuple[str, ...]]:
-    """The layers of each depth of multi-token prediction that has weights of its own."""
+    """Return the layer types of each MTP depth with separate weights."""
     if model.architecture == "hybrid":
         return [tuple(layers) for layers in (model.hybrid_layer_pattern or "").split("/")[1:]]
     depths = 1 if model.mtp_use_repeated_layer and model.mtp_num_layers else model.mtp_num_layers or 0
@@ -98,7 +106,7 @@ def _own_keys(model: ModelConfig) -> Iterator[Parameter]:
 def _latent_attention(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     hidden, tp, heads = model.hidden_size, model.tensor_model_parallel_size, model.num_attention_heads
     queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) // tp
-    rank, divided = model.q_lora_rank, 1 if te_layers else tp  # TE's layers keep the way down whole
+    rank, divided = model.q_lora_rank, 1 if te_layers else tp  # TE replicates the down projections
     if rank is None:
         yield Parameter(hidden * queries)
     else:
@@ -136,7 +144,7 @@ def _two_matrices(
 def _experts(model: ModelConfig, te_layers: bool) -> Iterator[Parameter]:
     hidden, count = model.hidden_size, model.num_moe_experts or 1
     etp, ep = model.expert_tensor_parallel_size or 1, model.expert_model_parallel_size
-    apart = ep > 1 or etp != model.tensor_model_parallel_size  # megatron-core's experts with a group of their own
+    apart = ep > 1 or etp != model.tensor_model_parallel_size  # separate expert data parallel group
     yield from _norm(model) * (2 if model.sandwich_norm else 1)
     yield Parameter(count * hidden)  # the router
     width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) // etp

@@ -1,4 +1,4 @@
-"""Where a job runs, as far as memory depends on it."""
+"""Platform properties of the memory model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Platform:
-    """te_layers: Transformer Engine's layers, attention and loss; else megatron-core's local layers and our attention.
+    """A platform: layer implementation and allocator overhead.
 
-    context: bytes of CUDA, its libraries and NCCL outside of PyTorch's allocator. waste: share of activations,
-    gradients of activations and buffers that the allocator holds and cannot use. flash_attention: no kernel keeps the
-    scores; false for what was published before there was one.
+    te_layers: use Transformer Engine's layers, attention and loss. If false, use megatron-core's local layers and this
+        project's attention.
+    context: bytes of the CUDA context, libraries and NCCL outside PyTorch's allocator.
+    waste: allocator fragmentation, as a fraction of activations, activation gradients and buffers.
+    flash_attention: attention does not store scores. False for figures published before flash attention.
     """
 
     te_layers: bool

@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage, and the microbatches that are under way on it. Pure."""
+"""Layers and in-flight microbatches of each pipeline stage. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 
-Chunk = tuple[str, ...]  # the parts of each layer, as ``model.layer_types``
+Chunk = tuple[str, ...]  # part letters of each layer, as in ``model.layer_types``
 
 
 def chunks_of_stages(model: ModelConfig) -> list[list[Chunk]]:
-    """The layers of each pipeline stage, by virtual stage.
+    """Return the layers of each pipeline stage, by virtual stage.
 
-    The pipeline runs through the first virtual stage of all stages, then through the second, and so on. Layers are
-    divided as by megatron-core 0.19.2's ``transformer_block.get_num_layers_to_build``.
+    A microbatch visits the first virtual stage of all stages, then the second, and so on. The split is the one of
+    megatron-core 0.19.2's ``transformer_block.get_num_layers_to_build``.
     """
     pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     if model.architecture == "hybrid":
@@ -32,7 +32,10 @@ def chunks_of_stages(model: ModelConfig) -> list[list[Chunk]]:
 
 
 def _layers_of_stage(model: ModelConfig, stage: int) -> int:
-    """With a layer for the embedding or the loss, where these count as one."""
+    """Return the layer count of a stage.
+
+    Embedding and loss count as layers if ``account_for_*_in_pipeline_split`` is set.
+    """
     pp = model.pipeline_model_parallel_size
     first, last = model.num_layers_in_first_pipeline_stage, model.num_layers_in_last_pipeline_stage
     if stage == 0 and first is not None:
@@ -45,10 +48,11 @@ def _layers_of_stage(model: ModelConfig, stage: int) -> int:
 
 
 def microbatches_under_way(model: ModelConfig, stage: int, microbatches: int) -> list[int]:
-    """How many microbatches have been through each virtual stage, forward and not backward, where most have.
+    """Return the peak number of in-flight microbatches of each virtual stage.
 
-    megatron-core 0.19.2's schedules (``pipeline_parallel/schedules.py``): 1F1B, and with virtual stages the
-    interleaved one, which takes ``microbatch_group_size_per_vp_stage`` microbatches through each in turn.
+    A microbatch is in flight between its forward and its backward pass. Schedules are those of megatron-core 0.19.2
+    (``pipeline_parallel/schedules.py``): 1F1B, and interleaved 1F1B with virtual stages. The interleaved schedule runs
+    groups of ``microbatch_group_size_per_vp_stage`` microbatches.
     """
     pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     if pp == 1:

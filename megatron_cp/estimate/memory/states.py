@@ -19,9 +19,9 @@ from megatron_cp.models.vocabulary import padded_vocab_size
 
 
 def state_bytes(job: Job, stage: int, chunks: Sequence[Chunk], te_layers: bool) -> dict[str, float]:
-    """Bytes of ``weights``, ``gradients`` and ``optimizer``."""
+    """Return the bytes of ``weights``, ``gradients`` and ``optimizer``."""
     distributed, item = job.optimizer.use_distributed_optimizer, 4 if job.gemm == "fp32" else 2
-    elements = {False: 0, True: 0}  # by whether they are experts' own
+    elements = {False: 0, True: 0}  # by Parameter.expert
     for count, parameter in _parameters(job, stage, chunks, te_layers):
         size = parameter.elements
         if distributed:
@@ -43,7 +43,7 @@ def state_bytes(job: Job, stage: int, chunks: Sequence[Chunk], te_layers: bool) 
 
 
 def _parameters(job: Job, stage: int, chunks: Sequence[Chunk], te_layers: bool) -> Iterator[tuple[int, Parameter]]:
-    """Parameters of a stage, and how often it has them."""
+    """Yield each parameter of a stage with its number of occurrences."""
     model, rows = job.model, padded_vocab_size(job.model, job.vocab_size)
     for parts, count in Counter(parts for chunk in chunks for parts in chunk).items():
         for parameter in layer_parameters(model, parts, te_layers):

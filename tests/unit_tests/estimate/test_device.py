@@ -38,7 +38,7 @@ def test_a_file_takes_what_it_leaves_out_from_its_base(tmp_path: Path) -> None:
         ("base: h100\nmemory_bandwidth: 0\n", "memory_bandwidth must be more than 0"),
         ("base: h100\nmemory: lots\n", "memory=lots"),
         ("name: mine\n", "base: h100"),
-        ("- 1\n", "describes no device"),
+        ("- 1\n", "not a device description"),
     ],
 )
 def test_files_that_are_no_device(tmp_path: Path, text: str, message: str) -> None:
