@@ -1,4 +1,4 @@
-"""Time model: seconds of a training step from the work of each pipeline stage. Pure."""
+"""Time model: seconds of a step from the work of each stage. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The steps of Transformer Engine's layers, attention and loss on a GPU, in bf16. Pure.
 
-Read from the sources of Transformer Engine 2.x and megatron-core 0.19.2; what differs from the local layers on a CPU is
-what this module does not take from :mod:`local_layers`.
+Written from knowledge of Transformer Engine's interface and the references in docs/explanation/memory.md. Not run: no
+figure was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -135,7 +135,10 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
 
 
 def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """Transformer Engine's loss writes the logits' gradients over them; another one is the CPU's, in float32."""
+    """Return the steps of final norm, output layer and loss.
+
+    TE's loss writes gradients over the logits. Other losses use float32, as on a CPU.
+    """
     if fused_loss(model, te_layers=True) != "te":
         return [*norm_steps(model, b, "ending"), *local_layers.ending_steps(model, b, rows, tokens_at_once)[1:]]
     stream, whole = residual(model, b), model.hidden_size * b
