@@ -21,12 +21,12 @@ BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its p
 
 
 def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
-    """What the GPUs of the pipeline stage that needs most need, by kind."""
+    """Estimate peak memory of the pipeline stage with the highest use."""
     return max(stage_estimates(job, where), key=lambda found: found.total)
 
 
 def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
-    """Of each pipeline stage that may need most: stages of the same layers need less the later they come."""
+    """Estimate each distinct pipeline stage; later equal stages use less."""
     settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
     seen, stages = set(), chunks_of_stages(job.model)
     for stage, chunks in enumerate(stages):
@@ -37,7 +37,7 @@ def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]
 
 
 def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
-    """Of one pipeline stage."""
+    """Estimate peak memory of one pipeline stage."""
     settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
     return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
 

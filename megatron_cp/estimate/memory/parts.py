@@ -1,4 +1,4 @@
-"""Costs of a model's layers and ending on one rank, kept for layouts that agree in all they depend on. Pure."""
+"""Cached memory costs of layers and loss on one rank. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LayerSettings:
 
 @lru_cache(maxsize=4096)
 def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
-    """Of a layer of these parts, with what is recomputed of it."""
+    """Return the cost of a layer, with selective recomputation."""
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
     stream = local_layers.residual(model, b)
