@@ -38,14 +38,14 @@ def _parts(model: ModelConfig) -> int:
 
 
 def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
-    """A product with a matrix cut by columns, ``width`` on this rank; it keeps a norm's output."""
+    """Return the step of a column-parallel product, ``width`` on this rank."""
     whole = model.hidden_size * b
     again = whole + whole / _parts(model) if model.sequence_parallel else 0  # gloo copies what it reduces and scatters
     return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
 
 
 def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
-    """A product with a matrix cut by rows, whose output is added to the residual stream."""
+    """Return the step of a row-parallel product."""
     whole = model.hidden_size * b
     gathered = whole if model.sequence_parallel else 0
     return Step({keeps: width * b}, width * b + gathered, whole * width)
