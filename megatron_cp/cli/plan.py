@@ -1,4 +1,7 @@
-"""``megatron-cp plan``: find the layout of a run on so many GPUs. Needs no GPU and no torch."""
+"""``megatron-cp plan``: find the fastest layout for a number of GPUs.
+
+Needs no GPU and no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, giv
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_of
+from megatron_cp.config.schema import nearest_first
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
 from megatron_cp.estimate.device import device_names, load_device
 from megatron_cp.estimate.memory import memory_estimate
@@ -43,41 +47,43 @@ _SHOWN_TOO_LARGE = 5
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         "megatron-cp plan",
-        description="Estimate memory and step time of the layouts of a model on so many GPUs, and rank them.",
+        description="Rank the layouts of a model on a number of GPUs by estimated step time, within the GPU's memory.",
         epilog="example: megatron-cp plan --model llama3_8b --gpus 16 --gpu h100 --seq-length 128K "
         '--global-batch-size "4M tokens" --plot plan.png --write my_run.yaml',
         allow_abbrev=False,
         conflict_handler="resolve",
     )
-    add_recipe(parser, "whose model, data and optimizer stay as they are")
+    add_recipe(parser, "recipe with the model, data and optimizer settings")
     parser.set_defaults(**{_LENGTH: None, _BATCH: None})
-    parser.add_argument("--model", metavar="NAME|FOLDER", help="instead of a recipe: a published model, or its folder")
+    parser.add_argument(
+        "--model", metavar="NAME|FOLDER", help="published model or Hugging Face folder, instead of --recipe"
+    )
 
     def count(most: int) -> Any:
         def number(text: str) -> int:
             if not 1 <= int(text) <= most:
-                raise argparse.ArgumentTypeError(f"{text}: must be at least 1 and at most {most:,}")
+                raise argparse.ArgumentTypeError(f"{text}: must be from 1 to {most:,}")
             return int(text)
 
         return number
 
-    parser.add_argument("--gpus", type=count(MOST_RANKS), required=True, help="how many there are")
+    parser.add_argument("--gpus", type=count(MOST_RANKS), required=True, help="number of GPUs")
     parser.add_argument(
-        "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a file"
+        "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a YAML file"
     )
     add_gpus_per_node(parser)
-    parser.add_argument("--seq-length", "-sl", type=amount, help="tokens of a sample: 131072 or 128K")
-    batch = 'samples of a step, or tokens: 512, 4M or "4M tokens"'
+    parser.add_argument("--seq-length", "-sl", type=amount, help="tokens per sample: 131072 or 128K")
+    batch = 'samples per step (512), or tokens per step (4M, "4M tokens")'
     parser.add_argument("--global-batch-size", "--global_batch_size", "-gb", dest="batch", type=amount, help=batch)
-    lengths = "samples of different lengths, packed: a file as of 'schedule', or a distribution"
+    lengths = "lengths of packed samples: a file as for 'megatron-cp schedule', or a distribution"
     parser.add_argument(
         "--lengths", metavar="FILE|DISTRIBUTION", help=f"{lengths} ({', '.join(sorted(DISTRIBUTIONS))})"
     )
-    parser.add_argument("--top", type=count(1000), default=10, help="layouts to show (default: 10)")
-    parser.add_argument("--detail", action="store_true", help="where time and memory go, of every layout shown")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--top", type=count(1000), default=10, help="number of layouts to show (default: 10)")
+    parser.add_argument("--detail", action="store_true", help="show time and memory by kind for each layout")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--write", metavar="FILE.yaml", type=Path, help="write a recipe with the best layout")
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw memory against time")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory against time")
     return parser
 
 
@@ -85,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args = parse(parser, argv)
     if (args.recipe is None) == (args.model is None):
-        parser.error("give either --recipe or --model. Fix: --model llama3_8b, or a recipe of 'megatron-cp recipes'")
+        parser.error("exactly one of --recipe and --model is required. Fix: --model llama3_8b")
     _check_files(parser, args)
     device, begin = load_device(args.gpu), time.process_time()
     node = args.gpus_per_node or min(device.gpus_per_node, args.gpus)
@@ -94,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
     usable = device.memory * NEARLY_FULL
     base, train, model = _flat(case.config.given()), case.config.train, case.config.model
-    case = with_settings(case, {NAME.train.check_memory: False})  # the search says what does not fit, and by how much
+    case = with_settings(case, {NAME.train.check_memory: False})  # the search compares memory itself
     lengths = _lengths(args, model.seq_length or 1, train.global_batch_size)
     space = Space(case, fixed, node, lengths)
     found = Search(space, usable, models).run(args.top)
@@ -117,16 +123,16 @@ def main(argv: Sequence[str]) -> int:
     if args.plot:
         from megatron_cp.planner.plot import write_png
 
-        write_png(args.plot, setup, found, usable, f"{case.config.recipe}, {model.seq_length:,} tokens a sample")
+        write_png(args.plot, setup, found, usable, f"{case.config.recipe}, {model.seq_length:,} tokens per sample")
         say(f"wrote {args.plot}", file=sys.stderr)
     return EXIT_OK
 
 
 def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, ...] | None:
-    """The lengths of the samples of a global batch, where they differ.
+    """Return the lengths of the samples of a global batch, None without ``--lengths``.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: the lengths cannot be read.
     """
     if args.lengths is None:
         return None
@@ -135,33 +141,31 @@ def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, .
     try:
         found = lengths_from(args.lengths)
     except (OSError, ValueError) as error:
-        known = ", ".join(sorted(DISTRIBUTIONS))
-        raise ConfigError(
-            f"--lengths {args.lengths}: {error}. Fix: name a file of lengths, or one of {known}"
-        ) from error
+        near = nearest_first(args.lengths, DISTRIBUTIONS)[0]
+        raise ConfigError(f"--lengths {args.lengths}: {error}. Fix: --lengths {near}, or a readable file") from error
     return tuple(np.minimum(np.resize(found, count), longest).tolist())
 
 
 def _mean_length(args: argparse.Namespace, longest: int) -> float:
-    """Tokens of a sample, on average."""
+    """Return the mean tokens per sample."""
     drawn = _lengths(args, longest, 4096)
     return longest if drawn is None else sum(drawn) / len(drawn)
 
 
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a file that cannot be written before any work."""
+    """Exit with an error if an output file cannot be written."""
     for option in ("write", "plot"):
         path = getattr(args, option)
         if path is not None and (not os.path.isdir(path.parent) or os.path.isdir(path)):
-            parser.error(f"--{option} {path}: its folder is not there, or it is a folder. Fix: --{option} {path.name}")
+            parser.error(f"--{option} {path}: folder not found, or the path is a folder. Fix: --{option} {path.name}")
     if args.write and args.write.suffix != ".yaml":
-        parser.error(f"--write {args.write}: a recipe's name ends in .yaml. Fix: --write {args.write.stem}.yaml")
+        parser.error(f"--write {args.write}: the file name must end in .yaml. Fix: --write {args.write.stem}.yaml")
 
 
 def _case(
     parser: argparse.ArgumentParser, args: argparse.Namespace, environment: Any, node: int
 ) -> tuple[dict[str, Any], Case, Settings]:
-    """The recipe as it is written, the case that it comes to, and what the request changes of it."""
+    """Return the recipe, its case, and the settings changed by arguments."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = _recipe(args)
         path = Path(folder) / f"{Path(args.recipe or args.model).stem}.yaml"
@@ -185,9 +189,9 @@ def _case(
 
 
 def _recipe(args: argparse.Namespace) -> dict[str, Any]:
-    """The recipe that the best layout is laid over, as ``--write`` writes it."""
+    """Return the recipe that ``--write`` merges the best layout over."""
     if args.model and os.path.isdir(args.model):
-        from megatron_cp.convert.hf_folder import read_model  # torch, as Hugging Face's library needs
+        from megatron_cp.convert.hf_folder import read_model  # imports torch
 
         return {"defaults": [{"pretrain": "llama"}, "_self_"], "model": read_model(Path(args.model))}
     if args.model:
@@ -200,7 +204,7 @@ def _recipe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _flat(settings: dict[str, Any]) -> Settings:
-    """Settings by section as dotted names."""
+    """Convert settings by section to dotted names."""
     sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
@@ -234,13 +238,13 @@ def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, b
         }
         say(json.dumps(content, indent=2))
         return
-    say(f"# {setup.gpus} {setup.gpu}, {setup.gpus_per_node} a node, {setup.tokens:,} tokens a step; estimates\n")
+    say(f"# {setup.gpus} {setup.gpu}, {setup.gpus_per_node} per node, {setup.tokens:,} tokens per step; estimates\n")
     say(ranking(ranked))
     for number, each in enumerate(ranked[: None if args.detail else 1], start=1):
         say(f"\n{number}: {each.words}\n{details(each)}")
     if too_large:
         say(f"\n{not_fitting(too_large[:_SHOWN_TOO_LARGE], usable)}")
-    source = args.write or (f"--recipe {args.recipe}" if args.model is None else "--recipe FILE (of --write FILE.yaml)")
+    source = args.write or (f"--recipe {args.recipe}" if args.model is None else "--recipe FILE.yaml (from --write)")
     words = " ".join([*overrides, *map(quoted, args.overrides)]) if not args.write else ""
-    say(f"\nthe first: megatron-cp train {source} {words}".rstrip())
-    say(f"{found.examined} estimates in {seconds:.1f} s of CPU time; up to {gib(usable)} GiB a GPU are used")
+    say(f"\ntrain layout 1: megatron-cp train {source} {words}".rstrip())
+    say(f"{found.examined} estimates in {seconds:.1f} s of CPU time; memory limit {gib(usable)} GiB per GPU")

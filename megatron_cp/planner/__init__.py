@@ -1,1 +1,4 @@
-"""Find the layout of a run: enumerate, estimate memory and time, rank. Pure: no torch, no GPU."""
+"""Layout search: enumerate layouts, estimate memory and time, rank.
+
+Pure: no torch, no GPU.
+"""

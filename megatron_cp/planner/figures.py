@@ -1,4 +1,4 @@
-"""What a person asks of a layout, in numbers and words. Pure."""
+"""Figures and short descriptions of estimated layouts. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from megatron_cp.planner.space import Settings
 from megatron_cp.rules.memory import by_group
 
 _COMPUTE = ("matrix products", "attention")
-_LIMITS = 0.08  # share of a step from which something beside computing is what limits it
+_LIMITS = 0.08  # least share of a step that a kind of overhead needs to be reported as the limit
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all layouts of a plan have in common.
+    """Hardware and batch that all layouts of a plan share.
 
-    peak_flops: FLOP/s of a GPU that the MFU is a share of. memory: bytes of a GPU.
+    Args:
+        memory: bytes of a GPU.
+        peak_flops: FLOP/s of a GPU, for the MFU.
+        tokens: tokens of a step.
     """
 
     gpu: str
@@ -32,7 +35,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one layout."""
+    """Figures of one layout."""
 
     setup: Setup
     layout: Estimated
@@ -43,7 +46,7 @@ class Figures:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens a second of one GPU."""
+        """Tokens per second of one GPU."""
         return self.setup.tokens / self.seconds / self.setup.gpus
 
     @property
@@ -52,12 +55,15 @@ class Figures:
 
     @property
     def free(self) -> float:
-        """Bytes of a GPU that stay free; negative where the layout does not fit."""
+        """Free bytes of a GPU; negative if the layout does not fit."""
         return self.setup.memory - self.layout.memory.total
 
     @property
     def limit(self) -> str:
-        """What takes most time beside computing, or what computes most where nothing else matters."""
+        """The largest overhead and its share of the step.
+
+        If no overhead reaches ``_LIMITS``, the largest kind of compute.
+        """
         kinds = self.layout.time.kinds
         others = {kind: seconds for kind, seconds in kinds.items() if kind not in _COMPUTE}
         largest = max(others, key=others.__getitem__)
@@ -70,15 +76,15 @@ class Figures:
         return words(self.layout.settings, self.setup.gpus)
 
     def time_shares(self) -> dict[str, float]:
-        """Shares of the step by kind, the largest first."""
+        """Return the share of the step by kind, largest first."""
         return _shares(self.layout.time.kinds)
 
     def memory_shares(self) -> dict[str, float]:
-        """Shares of the peak by kind, the largest first."""
+        """Return the share of the peak memory by kind, largest first."""
         return _shares(self.layout.memory.kinds)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as plain data, for JSON."""
         memory = self.layout.memory
         return {
             "layout": self.words,
@@ -103,7 +109,7 @@ def _shares(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def words(settings: Settings, gpus: int) -> str:
-    """Return a layout in a line: ``tp 2, cp 8 (a2a+p2p 4x2), dp 1; chunked loss``."""
+    """Describe a layout in a line: ``tp 2, cp 8 (a2a+p2p 4x2), dp 1; loss in chunks``."""
     names = NAME.model
     tp, pp, cp = (
         settings[name]
@@ -124,10 +130,10 @@ def words(settings: Settings, gpus: int) -> str:
         f"etp {etp}" if etp else "",
         f"{micro} samples a microbatch" if micro > 1 else "",
     ]
-    return "; ".join(filter(None, [", ".join(filter(None, sizes)), *_saving_words(settings)]))
+    return "; ".join(filter(None, [", ".join(filter(None, sizes)), *_memory_words(settings)]))
 
 
-def _saving_words(settings: Settings) -> list[str]:
+def _memory_words(settings: Settings) -> list[str]:
     names = NAME.model
     granularity, layers = settings[names.recompute_granularity], settings[names.recompute_num_layers]
     found = []

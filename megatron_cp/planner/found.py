@@ -1,4 +1,4 @@
-"""What a search uses and finds. Pure."""
+"""Estimators and results of a layout search. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_cp.planner.space import Settings
 
 @dataclass(frozen=True)
 class Models:
-    """What estimates a step's memory and time."""
+    """Estimators of the memory and time of a step."""
 
     memory: Callable[[Job], MemoryEstimate]
     time: Callable[[Job], TimeEstimate]
@@ -19,7 +19,10 @@ class Models:
 
 @dataclass(frozen=True)
 class Estimated:
-    """A layout with its estimates; ``time`` is that of a GPU with memory enough where it does not fit."""
+    """A layout with its estimates.
+
+    If the layout does not fit, ``time`` assumes a GPU with enough memory.
+    """
 
     settings: Settings
     memory: MemoryEstimate
@@ -32,7 +35,10 @@ class Estimated:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit, with the settings of a like one that does; None where none does."""
+    """A layout that does not fit.
+
+    remedy: settings of a similar layout that fits, None if there is none.
+    """
 
     layout: Estimated
     remedy: Settings | None
@@ -40,12 +46,14 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. The rules accept all of these layouts.
+    """Layouts found by a search, each list fastest first. All pass the rules.
 
-    fitting: the fastest layout of each division of the ranks, fastest first.
-    frontier: layouts that are faster than all others that need as little memory; fastest first.
-    too_large: layouts that do not fit and would be fast, one of each division; fastest first.
-    examined: estimates that were made.
+    A division is a combination of tensor, pipeline, context and expert parallel sizes.
+
+    fitting: the fastest layout of each division.
+    frontier: the Pareto frontier of time and memory.
+    too_large: fast layouts that do not fit, one per division.
+    examined: number of estimates.
     """
 
     fitting: tuple[Estimated, ...]
@@ -55,5 +63,5 @@ class Found:
 
 
 def changes(settings: Settings, other: Settings) -> Settings:
-    """Return the settings of ``other`` that differ."""
+    """Return the settings of ``other`` that differ from ``settings``."""
     return {name: value for name, value in other.items() if settings.get(name) != value}

@@ -1,4 +1,7 @@
-"""What would work where nothing fits: the fewest GPUs, or the longest sequence. Pure."""
+"""Alternatives if no layout fits: the fewest GPUs, or the longest sequence.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,34 @@ from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Space, with_settings
 from megatron_cp.rules.memory import gib
 
-_MOST_TIMES = 4096  # so many times the GPUs, or the tokens, are tried
-_SHORTEST = 512
+_MOST_TIMES = 4096  # largest factor on the number of GPUs
+_SHORTEST = 512  # tokens of the shortest sequence
 
 
 def impossible(space: Space, usable: float, models: Models, gpu: str) -> str:
-    """Return why nothing fits, and the smallest number of GPUs or the longest sequence that would work."""
+    """Return the error message if no layout fits, with GPUs or lengths that work."""
     search = Search(space, usable, models)
     smallest, what = search.smallest(), f"--gpus {space.case.world_size}: "
     if smallest is not None:
         need = gib(smallest.memory.total)
-        what += f"nothing fits {gib(usable)} GiB of an {gpu}; the smallest layout needs {need} GiB a GPU"
+        what += f"no layout fits in {gib(usable)} GiB per {gpu}; the smallest layout needs {need} GiB"
     elif search.refused:
-        what += f"the rules refuse all layouts, one of them as {search.refused.message}"
+        what += f"the rules reject all layouts, for example: {search.refused.message}"
     else:
-        what += "no layout divides the model, the batch and the sequence over so many"
+        what += "no layout divides the model, the batch and the sequence by this number of GPUs"
     fixes = []
     if gpus := fewest_gpus(space, usable, models):
         fixes.append(f"--gpus {gpus}")
     if length := longest_sequence(space, usable, models):
         fixes.append(f"--seq-length {length}")
-    return f"{what}. Fix: {', or '.join(fixes) or 'leave out settings, so that more is searched'}"
+    return f"{what}. Fix: {', or '.join(fixes) or 'remove key=value arguments to search more layouts'}"
 
 
 def fewest_gpus(space: Space, usable: float, models: Models) -> int | None:
-    """Return the smallest number of GPUs that a layout fits on: of as many, doubled, or of whole nodes, doubled."""
+    """Return the smallest number of GPUs with a layout that fits, None if none does.
+
+    Tries powers of two, from the requested number of GPUs upwards.
+    """
     case = space.case
     start = 1 << max(0, case.world_size - 1).bit_length()
     gpus = start
@@ -46,7 +52,10 @@ def fewest_gpus(space: Space, usable: float, models: Models) -> int | None:
 
 
 def longest_sequence(space: Space, usable: float, models: Models) -> int | None:
-    """Return the longest sequence that fits, of the next power of two and its halves."""
+    """Return the longest sequence that fits in tokens, None if none does.
+
+    Tries powers of two below the requested length.
+    """
     case = space.case
     length = 1 << max(0, (case.config.model.seq_length or 1) - 1).bit_length()
     while (length := length // 2) >= _SHORTEST:

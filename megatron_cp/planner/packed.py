@@ -1,4 +1,7 @@
-"""The step time of packed samples of different lengths: scheduled as a run does it, with the time model's prices."""
+"""Step time of packed samples of different lengths.
+
+Uses the run's own scheduler, with a cost model fitted to the time estimates.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from megatron_cp.rules.remedies import Case
 
 Time = Callable[[Job], TimeEstimate]
 
-# What a step has once, whatever its microbatches are.
+# Kinds of time that a step has once, independent of the number of microbatches.
 _ONCE = ("exposed dp", "optimizer", "exposed pp", "bubble")
 
 
 def packed_job(case: Case, lengths: Sequence[int]) -> Job:
-    """Return the step as if all packs were as full as ranks allow, and alike."""
+    """Return the step with equal packs, each as full as the ranks allow."""
     model = case.config.model
     room = (model.max_seqlen_per_dp_cp_rank or 1) * model.context_parallel_size
     ends = list(itertools.accumulate(lengths))
@@ -39,8 +42,8 @@ def packed_job(case: Case, lengths: Sequence[int]) -> Job:
 def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
     """Schedule the samples of a global batch and simulate the step.
 
-    Kinds of work have the shares that all samples together have of them; ``imbalance`` is the time that ranks wait
-    for others, or for the pipeline to fill.
+    Compute time is divided among kinds by the shares over all samples. ``imbalance`` is idle time: ranks that wait for
+    other ranks or for the pipeline to fill.
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
@@ -60,7 +63,7 @@ def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
             sequence_parallel_size=width,
         )  # fmt: skip
     simulated = report("", found, array, cost, sync_ranks=min(layout.ep, ranks), pipeline_size=layout.pp)
-    once, work, flops = _parts(job, lengths, time)
+    once, work, flops = _split_work(job, lengths, time)
     useful = simulated.useful * simulated.seconds / (sum(work.values()) or 1.0)
     kinds = {kind: useful * seconds for kind, seconds in work.items()}
     kinds["exposed cp"] = simulated.overhead * simulated.seconds
@@ -69,14 +72,21 @@ def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
 
 
 def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:
-    """Return the step's time if all ranks had as much to do, and sent each other nothing of a sample."""
+    """Return a lower bound of the step time, in seconds.
+
+    Assumes perfect balance and no context parallel messages.
+    """
     job = packed_job(case, lengths)
-    once, work, _ = _parts(job, lengths, time)
+    once, work, _ = _split_work(job, lengths, time)
     return sum(work.values()) / job.layout.dp + sum(once.values())
 
 
-def _parts(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, float], dict[str, float], float]:
-    """Seconds of a step's ends, those of the work of all samples on one replica, and the operations of the step."""
+def _split_work(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, float], dict[str, float], float]:
+    """Divide a step into work done once and work per sample.
+
+    Returns:
+        Seconds by kind of the work done once; seconds by kind of all samples on one replica; FLOPs of the step.
+    """
     even, whole = time(job), time(replace(job, lengths=tuple(lengths), global_batch_size=job.layout.dp))
     once = {kind: even.kinds[kind] for kind in _ONCE if kind in even.kinds and kind != "bubble"}
     work = {kind: seconds for kind, seconds in whole.kinds.items() if kind not in (*_ONCE, "exposed cp", "host")}
@@ -84,17 +94,22 @@ def _parts(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, floa
 
 
 def prices(job: Job, limit: int, time: Time) -> CostModel:
-    """Return the cost model of a layout's groups that the time model comes to.
+    """Fit a scheduler's cost model to the time model.
 
-    One rank's microbatches of three lengths give its fixed, linear and quadratic seconds; groups of two ranks, inside
-    and across nodes, the seconds that messages add.
+    Microbatches of three lengths on one rank give the fixed, linear and quadratic terms. Groups of two ranks and of all
+    ranks give the cost of messages inside and across nodes.
+
+    Args:
+        limit: tokens that a rank may hold.
     """
     tokens = np.array([max(64, limit // 16), max(128, limit // 4), max(256, limit)])
-    seconds = np.array([_busy(time(_of_group(job, int(length), 1))) for length in tokens])
+    seconds = np.array([_work_seconds(time(_with_group_size(job, int(length), 1))) for length in tokens])
     quadratic, linear, fixed = np.linalg.solve(np.stack([tokens**2, tokens, tokens**0], axis=1).astype(float), seconds)
     ranks = job.layout.dp * job.layout.cp
     sizes = [size for size in (2, ranks) if 1 < size <= ranks]
-    moved = [_moved(time(_of_group(job, limit * size, size)), limit * size, size) for size in sizes] or [0.0]
+    moved = [
+        _exposed_per_token(time(_with_group_size(job, limit * size, size)), limit * size, size) for size in sizes
+    ] or [0.0]
     return CostModel(
         per_microbatch=max(0.0, float(fixed)),
         quadratic=max(0.0, float(quadratic)),
@@ -105,17 +120,17 @@ def prices(job: Job, limit: int, time: Time) -> CostModel:
     )
 
 
-def _busy(estimate: TimeEstimate) -> float:
+def _work_seconds(estimate: TimeEstimate) -> float:
     return sum(seconds for kind, seconds in estimate.kinds.items() if kind not in _ONCE)
 
 
-def _moved(estimate: TimeEstimate, tokens: int, size: int) -> float:
-    """Exposed seconds a token of a group's messages."""
+def _exposed_per_token(estimate: TimeEstimate, tokens: int, size: int) -> float:
+    """Return the exposed communication of a group, in seconds per token."""
     return estimate.kinds.get("exposed cp", 0.0) / (tokens * (size - 1) / size)
 
 
-def _of_group(job: Job, length: int, size: int) -> Job:
-    """A microbatch of one sample on each group of so many ranks."""
+def _with_group_size(job: Job, length: int, size: int) -> Job:
+    """Return a step with one sample of ``length`` tokens per group of ``size`` ranks."""
     model = copy.copy(job.model)
     model.context_parallel_size = size
     layout = replace(job.layout, cp=size, hierarchical=None)

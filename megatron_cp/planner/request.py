@@ -1,4 +1,4 @@
-"""What a user asks a plan for: a model, GPUs, a batch; and the case that it comes to. Pure."""
+"""Arguments of ``megatron-cp plan``: model, batch and environment. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_cp.estimate.device import Device
 from megatron_cp.rules.environment import PRESETS, Environment
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_CAPABILITIES = (("a100", 8.0), ("b", 10.0), ("gb", 10.0))  # by the beginning of a GPU's name; Hopper otherwise
+_CAPABILITIES = (("a100", 8.0), ("b", 10.0), ("gb", 10.0))  # by prefix of the GPU's name; default: Hopper
 
 
 @dataclass(frozen=True)
@@ -28,45 +28,50 @@ class Amount:
 
 
 def amount(text: str) -> Amount:
-    """Read ``512`` (samples), ``4M`` or ``4194304 tokens``; K, M and G are powers of 1024.
+    """Parse ``512`` (samples), ``4M`` (tokens) or ``4194304 tokens``.
+
+    K, M and G are powers of 1024.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]?)\s*(tokens?|samples?)?\s*", text, re.IGNORECASE)
     number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not found or number < 1 or not number.is_integer():
-        raise ValueError(f"{text}: is no number of samples or tokens")
+        raise ValueError(f"{text!r} is not a number of samples or tokens")
     unit = (found[3] or "").lower()
     return Amount(int(number), unit.startswith("token") or (bool(found[2]) and not unit))
 
 
 def samples(batch: Amount, length: float) -> int:
-    """Return the samples of a global batch of samples of ``length`` tokens on average."""
+    """Return the samples of a global batch.
+
+    length: mean tokens per sample.
+    """
     return max(1, round(batch.number / length)) if batch.tokens else batch.number
 
 
 def model_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe of a published model.
+    """Return a recipe for a published model.
 
     Raises:
-        ConfigError: there is no such model; names the nearest.
+        ConfigError: unknown model; the fix is the most similar name.
     """
-    known = {_letters(model): model for model in list_models()}
-    if (found := known.get(_letters(name))) is None:
-        near = known[nearest_first(_letters(name), known)[0]]
+    known = {_normalized(model): model for model in list_models()}
+    if (found := known.get(_normalized(name))) is None:
+        near = known[nearest_first(_normalized(name), known)[0]]
         models = ", ".join(known.values())
-        raise ConfigError(f"--model {name}: unknown; known are {models}, or a folder. Fix: --model {near}")
+        raise ConfigError(f"--model {name}: unknown model; use {models}, or a folder. Fix: --model {near}")
     return {"defaults": [{"pretrain": "llama"}, {"model": found}, "_self_"]}
 
 
-def _letters(name: str) -> str:
-    """A model's name without what publishers write in different ways: ``meta-llama/Llama-3.1-8B`` is ``llama318b``."""
+def _normalized(name: str) -> str:
+    """Normalize a model's name: ``meta-llama/Llama-3.1-8B`` becomes ``llama318b``."""
     return re.sub(r"[^a-z0-9]|^meta|^nvidia", "", name.rpartition("/")[2].lower())
 
 
 def environment_of(device: Device, gpus_per_node: int) -> Environment:
-    """Return the machine that rules are asked about: GPUs of a kind, with all packages."""
+    """Return the environment for the rules: these GPUs, all packages installed."""
     if device.name == "cpu":
         return PRESETS["cpu"]
     found = [capability for name, capability in _CAPABILITIES if device.name.lower().startswith(name)]
@@ -79,7 +84,7 @@ def environment_of(device: Device, gpus_per_node: int) -> Environment:
 
 
 def laid_over(recipe: dict[str, Any], settings: dict[str, Any], gpus: int) -> str:
-    """Return the text of a recipe with settings over its own."""
+    """Return the YAML text of a recipe with ``settings`` merged over it."""
     recipe = copy.deepcopy(recipe) | {"recipe_world_size": gpus}
     for name, value in settings.items():
         section, _, setting = name.partition(".")

@@ -1,4 +1,4 @@
-"""Rank the layouts of a space by estimated step time, among those that fit in memory and that the rules accept."""
+"""Search of a space for the fastest layouts that fit in memory and pass the rules."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
-_ATTENTION_RULES = "BCDE"  # sections that a group of attention's ranks decides by itself
-_MOST_SHOWN = 12  # layouts that do not fit
-_MOST_SIMULATED = 40  # layouts whose packs are scheduled, which takes a tenth of a second
-_MOST_CHECKED = 40  # further layouts that the rules are asked about
-_MOST_BASES = 100  # of which all that saves memory is estimated
+_ATTENTION_RULES = "BCDE"  # rule sections that depend on the ranks of one CP group only
+_MOST_SHOWN = 12  # most layouts reported that do not fit
+_MOST_SIMULATED = 40  # most layouts whose packs are scheduled, 0.1 s each
+_MOST_CHECKED = 40  # most frontier layouts checked against the rules
+_MOST_BASES = 100  # most bases with estimates of all memory savings
 
 
 @dataclass(frozen=True)
 class _Base:
-    """Layouts that differ in the transport and in what saves memory alone."""
+    """Layouts that differ only in transport and memory savings."""
 
     settings: Settings
     transports: tuple[Settings, ...]
@@ -44,32 +44,32 @@ class _Base:
 
 
 class Search:
-    """A search of one space.
+    """Best-first search of one space.
 
     Args:
-        capacity: bytes of a GPU that may be used.
+        capacity: usable bytes of a GPU.
     """
 
     def __init__(self, space: Space, capacity: float, models: Models) -> None:
         self._space, self._capacity, self._models = space, capacity, models
         self._examined = self._simulated = 0
-        self.refused: Violation | None = None  # the last error of a layout
+        self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
         self._count = itertools.count()
 
     def run(self, count: int) -> Found:
-        """Find the ``count`` fastest layouts, and what else is worth knowing.
+        """Find the ``count`` fastest layouts, the frontier, and layouts that do not fit.
 
-        A layout waits in the queue with the least time that it can have: at first without what saves memory, and with
-        a transport that costs nothing. What the search pays for memory and for a transport it learns as its turn comes.
+        A priority queue orders layouts by a lower bound of their step time. The first bound assumes no memory savings
+        and a free transport. Removal from the queue replaces the bound by an estimate with savings and transport.
         """
         queue: list[tuple[float, int, _Base, int, int]] = []
 
-        def wait(seconds: float, base: _Base, step: int = -1, transport: int = 0) -> None:
+        def push(seconds: float, base: _Base, step: int = -1, transport: int = 0) -> None:
             heapq.heappush(queue, (seconds, next(self._count), base, step, transport))
 
         for base in self._bases():
-            wait(self._least_seconds(base), base)
+            push(self._least_seconds(base), base)
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
         too_large: list[tuple[Settings, Settings | None]] = []
@@ -86,12 +86,12 @@ class Search:
                     too_large.append((base.at(first - 1), base.at(first)))
                 bases.append(base)
                 for number in range(len(base.transports)):
-                    wait(self._time(base.at(first, number)).seconds, base, first, number)
+                    push(self._time(base.at(first, number)).seconds, base, first, number)
                 continue
             found = self.estimate(base.at(step, transport))
-            if found.memory.total > self._capacity:  # with this transport's buffers
+            if found.memory.total > self._capacity:  # the transport's buffers do not fit
                 if step + 1 < len(base.steps):
-                    wait(self._time(base.at(step + 1, transport)).seconds, base, step + 1, transport)
+                    push(self._time(base.at(step + 1, transport)).seconds, base, step + 1, transport)
             elif self._accepted(found.settings):
                 fitting[base.division] = found
         ranked = tuple(sorted(fitting.values(), key=lambda each: each.order))
@@ -103,13 +103,13 @@ class Search:
         )
 
     def smallest(self) -> Estimated | None:
-        """Return the layout that needs least memory, of those that the rules accept."""
+        """Return the layout with the least memory that passes the rules."""
         needs = [(self._memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
-        thrifty = (base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2]))
-        return next((self.estimate(found) for found in thrifty if self._accepted(found)), None)
+        ordered = (base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2]))
+        return next((self.estimate(found) for found in ordered if self._accepted(found)), None)
 
     def estimate(self, settings: Settings) -> Estimated:
-        """Estimate memory and time of a layout."""
+        """Estimate the memory and time of a layout."""
         return Estimated(settings, self._memory(settings), self._time(settings))
 
     def _bases(self) -> Iterator[_Base]:
@@ -119,7 +119,10 @@ class Search:
                 yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
 
     def _least_seconds(self, base: _Base) -> float:
-        """The time with memory enough, and with a transport that costs nothing and leaves attention whole."""
+        """Return a lower bound of the step time, in seconds.
+
+        Assumes enough memory, and a free transport that does not divide attention over the sequence.
+        """
         whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
         if self._space.lengths is not None:
             self._examined += 1
@@ -128,7 +131,7 @@ class Search:
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def _first_that_fits(self, base: _Base) -> int | None:
-        """The first step of saving memory that fits."""
+        """Return the index of the first memory saving that fits, None if none does."""
         if self._memory(base.at(-1)).total > self._capacity:
             return None
         steps = range(len(base.steps) - 1)
@@ -136,7 +139,10 @@ class Search:
         return next(fitting, len(base.steps) - 1)
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
-        """Whether attention's ranks can use a transport, whatever else the layout is."""
+        """Return whether a CP group can use a transport.
+
+        Checks a case of one CP group, so the result holds for all other settings.
+        """
         tp, cp = grid[NAME.model.tensor_model_parallel_size], grid[NAME.model.context_parallel_size]
         key = (tp, cp, *map(str, transport.values()))
         if key not in self._usable:
@@ -152,7 +158,7 @@ class Search:
     def _memory(self, settings: Settings) -> MemoryEstimate:
         self._examined += 1
         job = job_of(self._case(settings))
-        assert job is not None  # the request has a vocabulary
+        assert job is not None  # recipes of a plan have a vocabulary size
         return self._models.memory(job)
 
     def _time(self, settings: Settings) -> TimeEstimate:
@@ -171,7 +177,7 @@ class Search:
         return refused is None
 
     def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
-        """Walk from the fastest to slower layouts, and keep those that need less memory than all before."""
+        """Yield the Pareto frontier of time and memory, fastest first."""
         accepted, checked, least = {str(each.settings) for each in fitting}, 0, 0.99 * self._capacity
         more = [self.estimate(base.at(step)) for base in bases[:_MOST_BASES] for step in range(len(base.steps))]
         for each in sorted([*fitting, *more], key=lambda each: each.order):

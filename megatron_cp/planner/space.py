@@ -1,4 +1,4 @@
-"""All layouts of a model on so many GPUs, as settings. Rules decide later which of them a run may have."""
+"""Candidate layouts of a model on a number of GPUs; rules filter them later."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_cp.rules.remedies import Case
 
 Settings = dict[str, Any]
 
-_MOST_TOKENS = 65536  # of a microbatch on a rank, where it has several samples
-_MOST_VIRTUAL = 8  # virtual stages of a pipeline stage
-_CHUNK = 4096  # tokens whose logits exist at once
+_MOST_TOKENS = 65536  # per rank, in a microbatch of several samples
+_MOST_VIRTUAL = 8  # virtual stages per pipeline stage
+_CHUNK = 4096  # tokens per chunk of the loss
 _MLP_CHUNKS = 4
 _SPLIT = (
     NAME.model.account_for_embedding_in_pipeline_split,
@@ -40,13 +40,13 @@ def _recompute(*values: Any) -> Settings:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a case.
+    """Candidate layouts of a case.
 
     Args:
-        case: its configuration has the settings that stay as they are.
-        fixed: dotted names of searched settings that stay as they are, too.
-        gpus_per_node: tensor parallelism stays in a node.
-        lengths: of the samples of a global batch, where they differ: they are packed.
+        case: the configuration, with the settings that are not searched.
+        fixed: dotted names of search settings that keep the configuration's value.
+        gpus_per_node: upper limit of the tensor parallel size.
+        lengths: tokens of each sample of a global batch, for packed samples; None for equal lengths.
     """
 
     case: Case
@@ -61,7 +61,7 @@ class Space:
         return all(settings[name] == self.case.config.value_at(name) for name in self.fixed if name in settings)
 
     def grids(self) -> Iterator[Settings]:
-        """The parallel sizes."""
+        """Yield the parallel sizes."""
         model, world = self.case.config.model, self.case.world_size
         batch, heads, kv = self.case.config.train.global_batch_size, model.num_attention_heads, model.kv_heads
         for tp in self._values(NAME.model.tensor_model_parallel_size, divisors(world)):
@@ -91,12 +91,12 @@ class Space:
 
     def _stages(self, ranks: int) -> list[int]:
         pattern = self.case.config.model.hybrid_layer_pattern or ""
-        if "|" in pattern:  # it says which stage has which layers
+        if "|" in pattern:  # the pattern assigns layers to stages
             return [pp for pp in [pattern.split("/")[0].count("|") + 1] if ranks % pp == 0]
         return [pp for pp in divisors(ranks) if pp <= len(self.case.config.model.layer_types)]
 
     def _slices(self, tp: int, cp: int) -> bool:
-        """Whether the ranks' parts of a sample are alike, and none of them is nearly empty."""
+        """Return whether a sample divides into equal shards that are not too small."""
         length, unit = self.case.config.model.seq_length or 1, (2 * cp if cp > 1 else 1) * tp
         return (length % unit == 0 and length // cp >= min(length, 512)) or self._packed
 
@@ -110,7 +110,7 @@ class Space:
                     yield {ep_name: ep, etp_name: etp}
 
     def schedules(self, grid: Mapping[str, Any]) -> Iterator[Settings]:
-        """The virtual stages, the split of layers over stages, and the samples of a microbatch."""
+        """Yield microbatch sizes, virtual stages, layer splits and packing settings."""
         tp, pp, cp = (grid[name] for name in _SIZES)
         model, train = self.case.config.model, self.case.config.train
         replica = train.global_batch_size // max(1, self.case.world_size // (tp * pp * cp))
@@ -130,7 +130,10 @@ class Space:
                     }
 
     def _packings(self, cp: int) -> list[Settings]:
-        """Packs of one size of group, or dynamic CP, whose groups of so many ranks hold the longest sample."""
+        """Return packing with a static CP size, and dynamic CP.
+
+        The token limit per rank lets ``cp`` ranks hold the longest sample.
+        """
         if not self._packed:
             return [{}]
         names, longest = NAME.model, self.case.config.model.seq_length or 1
@@ -147,10 +150,10 @@ class Space:
             )
         ]
         kept = {name: self.case.config.value_at(name) for name in self.fixed if name in found[0]}
-        return [each | kept for each in found if self._agrees(each, kept)]
+        return [each | kept for each in found if self._matches(each, kept)]
 
-    def _agrees(self, packing: Settings, kept: Settings) -> bool:
-        """Whether a packing is the one that fixed settings choose; how much a rank holds may be any."""
+    def _matches(self, packing: Settings, kept: Settings) -> bool:
+        """Return whether a packing has the fixed values, except for the token limit."""
         return all(packing[name] == kept.get(name, packing[name]) for name in list(packing)[:3])
 
     def _virtual(self, pp: int) -> list[int | None]:
@@ -160,7 +163,10 @@ class Space:
         return [None, *(size for size in (2, 3, 4, 5, 6, 8) if size <= min(_MOST_VIRTUAL, layers // pp))]
 
     def _splits(self, pp: int, virtual: int) -> list[Settings]:
-        """Layers alike on all stages, or fewer on the first and the last, which have the embedding and the loss."""
+        """Return equal splits of the layers, and splits with fewer layers at the ends.
+
+        The first stage also has the embedding, the last stage the output layer and the loss.
+        """
         model, layers = self.case.config.model, self.case.config.model.num_layers
         if pp == 1 or model.architecture == "hybrid":
             return [_EVEN]
@@ -179,7 +185,7 @@ class Space:
         return [split for split in found if self._keeps_fixed(split)]
 
     def transports(self, grid: Mapping[str, Any]) -> Iterator[Settings]:
-        """The transports of attention, with every division of their ranks into two levels."""
+        """Yield the transports, hierarchical ones with every pair of level sizes."""
         cp, name = grid[NAME.model.context_parallel_size], NAME.model.cp_comm_type
         sizes = NAME.model.hierarchical_context_parallel_sizes
         if cp == 1:
@@ -192,7 +198,7 @@ class Space:
                     yield found
 
     def savings(self, grid: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[Settings]:
-        """What saves memory, from nothing to everything, about in the order of the time that it costs."""
+        """Return memory savings from none to all, roughly by increasing cost in time."""
         _, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
@@ -211,7 +217,7 @@ class Space:
         recomputed.append(_recompute("full", "uniform", 1))
         steps = [*cheap, *(chunked | each for each in recomputed)]
         unique = [step for number, step in enumerate(steps) if step not in steps[:number]]
-        if any(name in self.fixed for name in _RECOMPUTE):  # together they say what is recomputed
+        if any(name in self.fixed for name in _RECOMPUTE):  # these settings define recomputation only together
             given = {name: self.case.config.value_at(name) for name in _RECOMPUTE}
             unique = [step | given for step in cheap]
         kept = {name: self.case.config.value_at(name) for name in (chunk, pieces) if name in self.fixed}
@@ -227,7 +233,7 @@ _SIZES = (
 
 
 def with_settings(case: Case, settings: Mapping[str, Any]) -> Case:
-    """Return a case with settings in place of its own, and filled as finalizing does."""
+    """Return a case with replaced settings, and defaults as after finalizing."""
     config, changed = copy.copy(case.config), set()
     for name, value in settings.items():
         section, _, field = name.partition(".")

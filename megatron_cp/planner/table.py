@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""Tables of a plan for a terminal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_cp.config.overrides import quoted
 from megatron_cp.planner.figures import Figures
 from megatron_cp.rules.memory import gib
 
-_WIDTH = 120  # where nobody looks at a terminal
+_WIDTH = 120  # if stdout is not a terminal
 _LEAST_SHARE = 0.01
 
 
 def ranking(layouts: Sequence[Figures]) -> str:
-    """The ranked layouts, a row each."""
+    """Format the ranked layouts, one row each."""
     table = _table("", "layout", "step s", "tokens/s/GPU", "MFU", "peak GiB", "free", "limited by")
     for number, each in enumerate(layouts, start=1):
         table.add_row(
@@ -33,28 +33,28 @@ def ranking(layouts: Sequence[Figures]) -> str:
             gib(each.free),
             each.limit,
         )
-    return _drawn(table)
+    return _render(table)
 
 
 def not_fitting(layouts: Sequence[tuple[Figures, Sequence[str]]], usable: float) -> str:
-    """Layouts that do not fit, by how much, and what to change so that they do."""
-    table = _table("", "does not fit", "step s if it did", "too much, GiB", "fits with")
+    """Format layouts that do not fit, with the excess and settings that fit."""
+    table = _table("", "does not fit", "step s if it fit", "GiB over limit", "fits with")
     for each, overrides in layouts:
         missing = gib(each.layout.memory.total - usable)
         fix = " ".join(map(quoted, overrides)) or "more GPUs"
         table.add_row("", each.words, f"{each.seconds:.4g}", missing, fix)
-    return _drawn(table)
+    return _render(table)
 
 
 def details(figures: Figures) -> str:
-    """Where the time and the memory of a layout go, in two lines."""
+    """Format time and memory of a layout by kind, in two lines."""
     seconds, total = figures.seconds, figures.layout.memory.total
     time = {kind: f"{seconds * share:.3g} s ({share:.0%})" for kind, share in figures.time_shares().items()}
     memory = {kind: gib(total * share) for kind, share in figures.memory_shares().items()}
-    return f"time:   {_listed(time, figures.time_shares())}\nGiB:    {_listed(memory, figures.memory_shares())}"
+    return f"time:   {_join(time, figures.time_shares())}\nGiB:    {_join(memory, figures.memory_shares())}"
 
 
-def _listed(shown: Mapping[str, str], shares: Mapping[str, float]) -> str:
+def _join(shown: Mapping[str, str], shares: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {text}" for kind, text in shown.items() if shares[kind] >= _LEAST_SHARE)
 
 
@@ -66,7 +66,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _drawn(content: RenderableType) -> str:
+def _render(content: RenderableType) -> str:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     console = Console(file=io.StringIO(), width=max(width, 80), color_system=None, markup=False)
     console.print(content)
