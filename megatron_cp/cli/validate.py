@@ -84,7 +84,7 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
 
 
 def _about_memory(environment: Environment, train: TrainConfig) -> str:
-    """What of memory was checked, for the last line."""
+    """Describe the memory check, for the last line."""
     if not environment.gpu_memory_gib:
         return "memory is not checked"
     return "the estimated memory fits" if train.check_memory else "memory is not checked (--no-memory-check)"

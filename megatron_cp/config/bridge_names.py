@@ -163,7 +163,7 @@ def _has_our_value(meaning: Meaning, name: str, value: Any, settings: dict[str, 
 
 
 def _settle_optimizer(settings: dict[str, Any]) -> list[Violation]:
-    """Apply Bridge's second setting of the distributed optimizer, and its default of a threshold.
+    """Apply Bridge's second optimizer switch and its default threshold.
 
     Removes the second setting if both are equal.
     """

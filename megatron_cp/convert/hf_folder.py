@@ -43,7 +43,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_model(folder: Path) -> dict[str, Any]:
-    """Return the settings of a folder's model that differ from the defaults; reads ``config.json`` alone.
+    """Return a folder's model settings that differ from the defaults.
+
+    Reads ``config.json`` only.
 
     Raises:
         ConfigError: as :func:`read_config` does.

@@ -1,4 +1,4 @@
-"""What a packed microbatch costs: seconds of forward and backward on a context parallel group of ``c`` ranks.
+"""The cost in seconds of a packed microbatch on ``c`` context parallel ranks.
 
 The scheduler needs nothing of a microbatch but two sums, its tokens and its squared lengths, so every function here
 has a form that takes those sums, as scalars or as numpy arrays.
@@ -21,7 +21,7 @@ FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring
 
 
 class GroupCost(NamedTuple):
-    """The cost model for one group size: ``fixed + squares * q + tokens * p + exposed communication``.
+    """The cost model for one group size.
 
     With S = sum of squared lengths and T = tokens of the microbatch:
     ``seconds = fixed + square * S + token * T + max(0, comm * T - hide_square * S - hide_token * T)``.
@@ -42,7 +42,7 @@ class GroupCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of one packed microbatch, forward and backward, through the whole model on ``c`` ranks.
+    """Seconds of one packed microbatch, forward and backward, on ``c`` ranks.
 
     ``seconds = per_microbatch + sum_i [quadratic * s_i^2 / c * (1 + small_tile * c / s_i) + linear * s_i / c]
     + (c > 1) * (max(0, kv * T * (c - 1) / c - overlap * attention) + (c - 1) * ring_step) + per_sample * n * calls(c)``
@@ -94,7 +94,7 @@ class CostModel:
         return TRANSPORTS[self.transport].cost
 
     def for_size(self, c: int) -> GroupCost:
-        """The model's coefficients for groups of ``c`` ranks."""
+        """Return the coefficients for groups of ``c`` ranks."""
         if not c >= 1:
             raise ValueError(f"c={c}: a group has at least 1 rank")
         square, tile = self.quadratic / c, self.quadratic * self.small_tile
@@ -108,7 +108,10 @@ class CostModel:
         return GroupCost(fixed, square, tile + self.linear / c, kv, self.overlap * square, self.overlap * tile)
 
     def seconds(self, lengths: Sequence[int] | np.ndarray, c: int) -> float:
-        """Seconds of one microbatch that packs samples of ``lengths`` (tokens) on ``c`` ranks; ValueError below 1."""
+        """Return the seconds of a microbatch that packs samples of ``lengths`` tokens.
+
+        ValueError for ``c`` below 1.
+        """
         s = np.asarray(lengths, dtype=np.float64)
         calls = self.per_sample * len(s) * float(self.calls(c))
         return self.for_size(c).seconds(float(s @ s), float(s.sum())) + calls
@@ -119,21 +122,23 @@ class CostModel:
         return np.where((ranks > 1) & self.messages.hops, ranks + 2, 1)
 
     def sample_seconds(self, lengths: ArrayLike, c: int) -> np.ndarray:
-        """Seconds of each sample alone in a microbatch on ``c`` ranks; same shape as ``lengths``."""
+        """Return the seconds of each sample alone on ``c`` ranks, shaped as ``lengths``."""
         s = np.asarray(lengths, dtype=np.float64)
         k = self.for_size(c)
         exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
         return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.calls(c)
 
     def ideal_seconds(self, lengths: ArrayLike) -> float:
-        """Rank-seconds of pure work: attention on one rank and the linear part, no overhead, no communication."""
+        """Return the rank-seconds of compute alone, without overhead or communication."""
         s = np.asarray(lengths, dtype=np.float64)
         return float(np.sum((self.quadratic * (s + self.small_tile) + self.linear) * s))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model its cost depends on. ``active_parameters`` counts those a token meets (MoE: active experts).
+    """The sizes that a model's cost depends on.
+
+    active_parameters: parameters that process a token (MoE: of active experts only).
 
     head_dim: channels of a head; where keys and values differ, the mean of the two.
     attention_layers: layers with attention, all of them by default; only these move keys and values.
@@ -153,7 +158,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Device:
-    """Sustained rates of one GPU: FLOP/s of attention and of matrix products, bytes/s inside and across nodes.
+    """Sustained rates of one GPU, in FLOP/s and bytes/s.
 
     launch_seconds: what a microbatch costs a layer whatever it holds; hop_seconds: latency of an exchange.
     call_seconds: what a kernel call for one sample costs a layer, 0 where one call does a whole pack or nobody knows.

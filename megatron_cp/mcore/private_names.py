@@ -29,7 +29,7 @@ def name_tensor_parallel_group(projection: Any, group: ProcessGroup) -> None:
 
 
 def main_part(optimizer: MegatronOptimizer, parameter: Tensor) -> tuple[Tensor, int] | None:
-    """What this rank's optimizer has of a 16-bit parameter in float32, and the element of it that this begins with."""
+    """Return this rank's float32 slice of a 16-bit parameter, and its first element."""
     main = getattr(parameter, "main_param", None)
     if main is None or not getattr(parameter, "main_param_sharded", False):
         return None if main is None else (main, 0)

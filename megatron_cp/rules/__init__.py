@@ -74,7 +74,7 @@ def _violations(case: Case) -> list[Violation]:
 
 
 def refusal(case: Case, sections: str = "".join(SECTIONS)) -> Violation | None:
-    """Return the first error that a case of the right types has under the rules of some sections, its fixes untried."""
+    """Return the first error of a case under some sections' rules, with untested fixes"""
     context = Context(**vars(case))
     rules = (rule for id, rule in RULES.items() if id[0] in sections)
     found = (violation for rule in rules for violation in rule.violations(context))

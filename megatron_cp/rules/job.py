@@ -1,4 +1,4 @@
-"""The training step that a case describes, as estimates of memory and time take it. Pure."""
+"""Convert a case into a job for estimates of memory and time. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_cp.rules.remedies import Case
 
 
 def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
-    """Return the step of a finalized configuration; None where only a tokenizer's file has the vocabulary size.
+    """Return the job of a finalized configuration; None if the vocabulary is unknown.
 
     Args:
         lengths: documents of a typical packed microbatch; by default one that is as long as a group's ranks may hold.

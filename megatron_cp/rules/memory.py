@@ -1,4 +1,4 @@
-"""The estimated peak memory of a case, and the line that a run and its checks print of it. Pure."""
+"""The estimated peak memory of a case, and its line in the log. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEARLY_FULL = 0.9  # share of a GPU's memory that estimates should stay below: t
 
 
 def estimated(case: Case) -> MemoryEstimate | None:
-    """Return the peak memory of a case; None where its sizes are impossible or its vocabulary is not known."""
+    """Return the peak memory of a case; None for impossible or unknown sizes."""
     try:
         job = job_of(case)
         return None if job is None else memory_estimate(job)
@@ -20,7 +20,10 @@ def estimated(case: Case) -> MemoryEstimate | None:
 
 
 def memory_line(case: Case) -> str | None:
-    """Return ``estimated peak 61 of 80 GiB a GPU (largest: activations 34)``; None where nothing can be estimated."""
+    """Return the memory line, for instance ``estimated peak 61 of 80 GiB a GPU``.
+
+    None without an estimate.
+    """
     peak = estimated(case)
     return None if peak is None else shown(peak, case.environment.gpu_memory_gib, case.environment.device)
 

@@ -120,7 +120,7 @@ def forget_max_logits(run: Run) -> None:
 
 @torch.no_grad()
 def max_attention_logit(run: Run) -> float | None:
-    """The largest score of a step in any layer, None where scores are not measured. Collective.
+    """Return the largest attention score of a step; None if not measured. Collective.
 
     Leaves each head's largest score over all data- and context-parallel ranks in its layer.
     """
@@ -139,7 +139,7 @@ def max_attention_logit(run: Run) -> float | None:
 
 @torch.no_grad()
 def clip_queries_and_keys(run: Run) -> None:
-    """Multiply the weights of heads whose largest score is above the threshold: with them it would have been there."""
+    """Scale the weights of heads with a score above the threshold down to it."""
     for attention in _measured(run) if run.core_config.qk_clip else ():
         for projection, rows in _factors(attention):
             factors = torch.cat([factor[:, None].expand(-1, count) for factor, count in rows], dim=1).flatten()
@@ -157,7 +157,7 @@ def _multiply(run: Run, parameter: Tensor, factors: Tensor) -> None:
 
 
 def _factors(attention: Attention) -> Iterator[tuple[Any, list[Rows]]]:
-    """Each projection to queries or keys, and the factors of its rows, head by head or group by group."""
+    """Yield each query or key projection with the factors of its rows."""
     config, largest = attention.config, attention.core_attention.max_logits
     eta = config.qk_clip_threshold / largest.clamp(min=config.qk_clip_threshold)
     if isinstance(attention, MultiLatentAttention):
@@ -177,7 +177,7 @@ def _factors(attention: Attention) -> Iterator[tuple[Any, list[Rows]]]:
 
 
 def _measured(run: Run) -> Iterator[Attention]:
-    """The attention layers of this rank that measure their scores."""
+    """Return this rank's attention layers that measure scores."""
     for chunk in run.model:
         for module in chunk.modules():
             if getattr(getattr(module, "core_attention", None), "max_logits", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ def build_optimizer(
         params_dtype=dtype,
         loss_scale=precision.loss_scale if precision.fp16 else None,  # megatron-core would also scale bf16
     )
+    if core.grad_norm_skip_threshold is None:
+        core.grad_norm_skip_threshold = math.inf  # megatron-core's value for none
     if core.muon_fp32_matmul_prec is None:
         core.muon_fp32_matmul_prec = "highest" if dtype == torch.float32 else "medium"
     overrides, width = get_standard_config_overrides(core), model[0].config.mup_width_mult

@@ -24,14 +24,14 @@ from megatron_cp.verify.report import diagnose
 from tests.ranks import RanksFailed, run_ranks
 
 WRONG = {
-    "G2": "the forward pass agrees.* gradients .*do not",
+    "G2": "losses of the forward pass match, but .* gradients .* differ",
     "K5": "the first forward pass differs in",  # bf16 wins over fp32, and nobody is told
-    "K21": "the forward pass agrees.* gradients .*do not",
+    "K21": "losses of the forward pass match, but .* gradients .* differ",
     # A router that runs again by itself balances over the ranks of the configured group.
-    "H17": "the forward pass agrees.* gradients .*do not",
+    "H17": "losses of the forward pass match, but .* gradients .* differ",
     "K22": "the first forward pass differs in",
-    "K33": "the forward pass agrees.* gradients .*do not",
-    "E15": "the forward pass agrees.* gradients .*do not",  # fused cross-entropy in float32, as K21
+    "K33": "losses of the forward pass match, but .* gradients .* differ",
+    "E15": "losses of the forward pass match, but .* gradients .* differ",  # fused cross-entropy in float32, as K21
 }
 ERROR = {
     "A1": "must be an integer of at least 1",
@@ -39,8 +39,7 @@ ERROR = {
     "A3": "num_experts|is not divisible by etp",
     "A4": "num_attention_heads \\(6\\) must be a multiple of tensor_model_parallel_size \\(4\\)",
     "A5": "num_query_groups|shape|must be a multiple or divisor",
-    "A6": "must be a positive multiple of train.micro_batch_size",
-    "A7": "must be a positive multiple of train.micro_batch_size",
+    "A7": "the data ends after",
     "A8": "the data parallel size of the attention and moe layers must be the same",
     "A9": "sequence parallelism",
     "A15": "divisible",
@@ -58,8 +57,6 @@ ERROR = {
     "C5": "multiply to 8, not to the context parallel size 4",
     "C6": "needs hierarchical_context_parallel_sizes=\\[a2a, p2p\\]",
     "C7": r"hierarchical\[0\] must be an integer of at least 1",
-    "D7": "6 heads in 8 groups do not divide",
-    "D12": "5 heads in 8 groups do not divide",
     "D1": "query has 6 heads on this rank, which are not divisible",
     "D2": "query has 9 heads on this rank, which are not divisible",
     "E11": "attention_dropout=0.1 is not supported",
@@ -74,7 +71,7 @@ ERROR = {
     "K7": "recompute_method",
     "K9": "Only Adam",
     "K10": "Error",
-    "K11": "dataset.data_path is not set",
+    "K11": "dataset.data_path: is not set",
     "K12": "window_size must be two integers",
     "K13": "gradients are not finite",
     "K14": "a hybrid model needs layers",
@@ -99,6 +96,9 @@ ERROR = {
 }
 # Runs, and is right about what it runs, which is not what was asked for.
 IGNORED = {
+    "A6": "samples that fill no micro batch on all replicas are not trained, alike under every layout",
+    "D12": "the layer is narrower than asked: five heads of 48 are 240 of 256 channels",
+    "D7": "ranks with unequal shares of Mamba's heads compute the same; the rule keeps their work equal",
     "C9": "no layer uses the sizes: the run is a plain ring, as if they were not set",
     "E8": "no mask is made or read: documents see each other as before",
     "E9": "RoPE does not read position_ids: they count on over documents",
@@ -123,6 +123,7 @@ IGNORED = {
     "K63": "CPUs compute what is asked for; fused kernels of GPUs would leave it out",
     "K64": "one norm is made of the two, and the weights of the other do not exist",
     "K65": "trains as it says; what it saves cannot be resumed under another layout",
+    "E18": "the norm of queries and keys undoes the clipping: their weights shrink, and the scores stay",
     "K59": "variables are set by the command: the comparison sets none",
 }
 NOT_TRIED = {
@@ -144,6 +145,10 @@ SMALLER: dict[str, tuple[int, list[str]]] = {
     ]),
     "A7": (4, ["validation.eval_iters=1", "validation.eval_global_batch_size=9", "train.micro_batch_size=2"]),
     "A15": (3, [*ONE_CP_RANK, "model.pipeline_model_parallel_size=3"]),
+    "D12": (4, [
+        "model.architecture=hybrid", "model.hybrid_layer_pattern='M*M*'", "model.mamba_head_dim=48",
+        "model.mamba_num_groups=1", *ONE_CP_RANK,
+    ]),
     "H14": (4, [
         "model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8", "dataset.mock_lengths=bimodal",
     ]),

@@ -102,7 +102,9 @@ class Matmul(Kernel):
         return torch.cat(dqs, dim=3).flatten(1, 2), dk, dv
 
     def max_logits(self, q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
-        """[heads]: each head's largest score within a tile, of its queries [b, h, rows, d] and keys."""
+        """Return each head's largest score within a tile, [heads].
+
+        Queries are [b, h, rows, d]."""
         blocks = (self._scores(q, k, tile, row, scale) for row in range(0, tile.q_length, self.ROWS))
         return torch.stack([scores.amax((0, 3, 4)).flatten() for scores in blocks]).amax(0)
 

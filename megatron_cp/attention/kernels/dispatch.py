@@ -39,7 +39,10 @@ def attend(query: Tensor, key_value: KeyValue, plan: TilePlan, call: AttentionCa
 
 
 def _measure(max_logits: Tensor, q: Tensor, k: Tensor, plan: TilePlan, scale: float) -> None:
-    """Raise ``max_logits`` [heads], in place, to the largest scores within ``plan``: one more product of matrices."""
+    """Raise ``max_logits`` [heads], in place, to the largest scores within ``plan``.
+
+    Computes one more matrix product per tile.
+    """
     for tile in plan:
         queries, keys = (_full_precision(x) for x in (take(q, tile.q_rows), take(k, tile.k_rows)))
         max_logits.copy_(torch.maximum(max_logits, Matmul().max_logits(queries, keys, tile, scale)))

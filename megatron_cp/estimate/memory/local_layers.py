@@ -1,4 +1,4 @@
-"""The steps of megatron-core's own layers with this project's attention, as they run on a CPU. Pure.
+"""The steps of megatron-core's layers with our attention on a CPU. Pure.
 
 Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
 """
@@ -16,7 +16,7 @@ CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
 
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
-    """A norm of the residual stream. torch writes RMSNorm out: it keeps what is normalized and its root, too."""
+    """Return the step of a residual norm; RMSNorm also keeps its input and root."""
     stream = residual(model, b)
     keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
     work = 3 * stream
@@ -105,8 +105,10 @@ def _without(step: Step, *names: str) -> Step:
 
 
 def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
-    """Attention itself, by transport; sizes are bytes a token of queries, keys, values, outputs, and what values are
-    a view of."""
+    """Return the steps of attention by transport.
+
+    Sizes are bytes a token: queries, keys, values, outputs, and the projection that values are a view of.
+    """
     cp = model.context_parallel_size
     lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
     inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): projected}
@@ -206,7 +208,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
 
 
 def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
-    """This project's scan in PyTorch (models/layers/mamba/ssd.py): chunk by chunk, in float32."""
+    """Return the steps of the scan in PyTorch (models/layers/mamba/ssd.py), in float32"""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
     shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
     heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
@@ -230,7 +232,7 @@ def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]
 
 
 def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """The last norm, the output layer and the loss, which is made in the logits' memory, in float32."""
+    """Return the steps of last norm, output layer and loss, in place, in float32."""
     output = column_step(model, b, "ending", rows)
     whole = model.hidden_size * b
     if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum

@@ -74,7 +74,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
 
 
 def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
-    """Tensors as large as the residual stream that a stage holds for others: what it has sent or received too early."""
+    """Count the residual-sized tensors that a stage has sent or received early."""
     if model.pipeline_model_parallel_size == 1 or microbatches == 1:
         return 0
     if (model.virtual_pipeline_model_parallel_size or 1) > 1:
@@ -83,7 +83,7 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
-    """The end of a forward pass on a stage between others: what it sent and received before is still there."""
+    """Return the bytes at the end of a middle stage's forward pass."""
     own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
     found = kept.copy()
     for kind, tensors in ((own, 1), (RESIDUAL, 2), ("buffers", 2)):
@@ -103,7 +103,7 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
 
 
 def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
-    """Kinds when most is held while the backward pass goes through ``parts`` from the last to the first."""
+    """Return the bytes by kind at the peak of a backward pass through ``parts``."""
     held = kept.copy()
     total, most, peak = sum(held.values()), -1.0, kept.copy()
     known: set[int] = set()

@@ -32,7 +32,7 @@ _values = attrgetter(*(field.name for field in fields(ModelConfig) if f"model.{f
 
 
 class LayerSettings:
-    """A model's settings that its layers depend on: equal for layouts that divide the layers otherwise alone.
+    """The settings that layers depend on; equal for layouts that split layers alike.
 
     gemm, micro_batch_size, load: of the job.
     """
@@ -79,7 +79,7 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
 
 
 def _with_scores(settings: LayerSettings, step: Step) -> Step:
-    """Softmax's output, and that of dropout with its mask of a byte an element (Korthikanti, arXiv:2205.05198)."""
+    """Return the bytes of softmax and dropout (Korthikanti, arXiv:2205.05198)."""
     if not settings.scores or step.module != "core_attn":
         return step
     model = settings.model
@@ -88,7 +88,7 @@ def _with_scores(settings: LayerSettings, step: Step) -> Step:
 
 
 def in_sequence(parts: Sequence[PartCost]) -> PartCost:
-    """Of several parts one after the other: the backward pass of each begins when the later ones' is over."""
+    """Join parts in sequence; each backward pass begins after that of the next part."""
     kept: Counter[str] = Counter()
     moments: list[Moment] = []
     for part in parts:
@@ -102,7 +102,7 @@ def in_sequence(parts: Sequence[PartCost]) -> PartCost:
 
 
 def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequence[str]) -> list[Step]:
-    """Selective recomputation: steps that are computed again are one, which keeps what they begin with."""
+    """Join recomputed steps into one that keeps their input (selective recomputation)."""
     again = [place for place, step in enumerate(steps) if step.module in chosen and step.module]
     if not again:
         return steps
@@ -117,7 +117,7 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
 
 @lru_cache(maxsize=4096)
 def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartCost:
-    """Of a group of layers that full recomputation runs again: it keeps the first one's input alone.
+    """Join layers under full recomputation; only the first layer's input is kept.
 
     While its backward pass runs, what came out of it exists again.
     """
@@ -142,7 +142,7 @@ def embedding_cost(settings: LayerSettings) -> PartCost:
 
 @lru_cache(maxsize=4096)
 def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> PartCost:
-    """Of the last norm, the output layer and the loss; ``rows`` of the vocabulary on this rank.
+    """Return the last norm, output layer and loss; ``rows``: vocabulary on this rank.
 
     tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
     """

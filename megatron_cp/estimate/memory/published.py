@@ -1,4 +1,4 @@
-"""Memory as others have published it, predicted from what a row of ``published.csv`` states. Pure.
+"""Predict published memory from a row of ``published.csv``. Pure.
 
 :func:`predicted` gives the value in the row's own unit, or raises :class:`Refused` with the reason.
 """
@@ -35,7 +35,7 @@ class Refused(ValueError):
 
 
 def predicted(row: Row) -> float:
-    """The row's memory, in its unit (measured_*_gb are GiB, as the sources count).
+    """Predict the row's memory, in its unit (measured_*_gb are GiB in the sources).
 
     Raises:
         Refused: see there.
@@ -119,7 +119,7 @@ def _korthikanti(row: Row) -> float:
 
 
 def _mixtral(row: Row) -> float:
-    """The shape is what the source's example prints of its layers; its loss is not fused."""
+    """Return the job of an mbridge row: its example's shape, without a fused loss."""
     tp, metric = _number(row, "tp"), row["metric"]
     model = ModelConfig(
         num_layers=_number(row, "layers"),

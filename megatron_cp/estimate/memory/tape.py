@@ -1,4 +1,4 @@
-"""What a part of a model keeps between forward and backward pass, and what it holds at most while backward runs. Pure.
+"""The memory that a part of a model keeps for backward, and its peak there. Pure.
 
 A part is written down as its steps in forward order. Sizes are bytes for each token of a rank.
 """
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a part holds at one time of its backward pass: kept tensors by kind, gradients, and bytes of a weight's."""
+    """The memory of a part at one moment of its backward pass."""
 
     kept: Mapping[str, float]
     gradients: float
@@ -47,7 +47,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class PartCost:
-    """kept: bytes a token by kind, from forward to backward. moments: those in which a part may hold most."""
+    """The memory of a part.
+
+    kept: bytes a token by kind, from forward to backward. moments: candidates for the peak."""
 
     kept: Mapping[str, float]
     moments: Sequence[Moment]
@@ -61,7 +63,7 @@ class PartCost:
 
 
 def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
-    """The cost of a part between a residual connection and its addition; ``stream``: bytes a token of the residual.
+    """Wrap a part in a residual connection of ``stream`` bytes a token.
 
     The gradient of the addition is the residual's own, and lives to the end.
     """

@@ -1,4 +1,4 @@
-"""The steps of Transformer Engine's layers, attention and loss on a GPU, in bf16. Pure.
+"""The steps of Transformer Engine's layers on a GPU, in bf16. Pure.
 
 Written from knowledge of Transformer Engine's interface and the references in docs/explanation/memory.md. Not run: no
 figure was measured on a GPU.
@@ -17,13 +17,13 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 
 
 def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
-    """One module: it keeps its input, the norm's output and root; ``width`` of its output on this rank."""
+    """Return the step of a fused norm and product; ``width``: output on this rank."""
     column = local_layers.column_step(model, b, name, width)
     return [*norm_steps(model, b, name), replace(column, weight=0.0)]
 
 
 def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
-    """The product that makes a weight's gradient adds it to the sum over microbatches."""
+    """Return the step of a product that accumulates its weight gradient itself."""
     return replace(row_step(model, b, keeps, width), weight=0.0)
 
 
@@ -38,7 +38,7 @@ def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
 
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
-    """A norm that no product follows in the same module."""
+    """Return the step of a norm without a fused product."""
     roots = 4.0 if model.normalization == "RMSNorm" else 8.0
     keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
     return [Step(keeps, 3 * residual(model, b))]

@@ -115,6 +115,21 @@ def test_rules_never_stand_without_words() -> None:
     assert rules_without_words("see rule K28. As D1; `A6`, rule B3 (lengths), error A2: x=1: no") == ["K28", "D1"]
 
 
+def first_lines(source: str) -> list[str]:
+    """Return the first line of every docstring of a module."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text.split("\n")[0] for text in docstrings if text]
+
+
+def test_docstrings_begin_with_a_short_line() -> None:
+    """ruff checks the rest: an imperative verb (D401), and an empty line after it (D205)."""
+    lines = {path: first_lines(path.read_text(encoding="utf-8")) for path in ROOT.glob("megatron_cp/**/*.py")}
+    long = {str(path.relative_to(ROOT)): [x for x in each if len(x) > 80] for path, each in lines.items()}
+    assert {path: each for path, each in long.items() if each} == {}
+    assert sum(map(len, lines.values())) > 1000
+
+
 def test_the_version_is_in_the_changelog() -> None:
     entries = re.findall(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", PAGES["CHANGELOG.md"], flags=re.MULTILINE)
     names = [name for name, _ in entries]

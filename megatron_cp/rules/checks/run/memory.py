@@ -41,7 +41,7 @@ def memory_fits(c: Context) -> Iterator[Finding]:
 
 
 def _savings(c: Context, memory: float) -> Iterator[str]:
-    """What makes it fit: settings that save memory, or more ranks, which divide the optimizer's state."""
+    """Propose fixes: settings that save memory, or more ranks."""
     chunks = typed(NAME.model.cross_entropy_chunk_size, 4096)
     again = "" if c.model.recompute_granularity == "full" else WHOLE_LAYERS
     proposals = [chunks, again, f"{chunks} {again}" if again else ""]

@@ -209,7 +209,7 @@ def pack_of_another_length() -> None:
     [
         (too_long, r"rank 1: sample 0 of the data set has 129 tokens, more than dataset.seq_length=128"),
         pytest.param(empty, "rank 1: sample 0 of the data set is empty", marks=pytest.mark.slow),
-        (fewer_labels, "labels, but has"),
+        (fewer_labels, "labels, but 128 are required"),
         pytest.param(unreadable, "rank 1: corpus.bin: Input/output error", marks=pytest.mark.slow),
         pytest.param(another_tokenizers, "rank 1: corpus: holds token 502", marks=pytest.mark.slow),
         (weighed_tokens, "of the data set: the loss mask has values other than 0 and 1"),
