@@ -108,6 +108,7 @@ def config_of(model: str, size: int, attention: str, recompute: str, options: ar
     recipe, overrides = MODELS[model]
     settings = [
         *overrides,
+        "train.check_memory=false",  # it measures what fits
         f"dataset.seq_length={size}",
         f"train.global_batch_size={max(1, options.tokens // size)}",
         "train.micro_batch_size=1",
