@@ -49,7 +49,6 @@ def free_port() -> int:
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple, timeout: float) -> int:
-    gc.freeze()  # a collection looks at what the rank made, and copies no page of its parent's
     faulthandler.enable()
     stacks = open(os.path.join(folder, f"stacks{rank}"), "w")  # noqa: SIM115 - faulthandler keeps it
     faulthandler.dump_traceback_later(max(timeout - 1.0, timeout / 2), file=stacks)
@@ -109,6 +108,9 @@ def run_ranks(
         pids: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
+        # A rank collects only what it made. Objects of the parent, such as a store of torch, crash when destroyed in a
+        # fork, and handlers of other packages run right after it.
+        gc.freeze()
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
@@ -122,6 +124,7 @@ def run_ranks(
                     finally:  # also where a test closed them: a rank that goes on is a second pytest
                         os._exit(code)
             pids[pid] = rank
+        gc.unfreeze()
         statuses = _wait(pids, folder, time.monotonic() + timeout, grace)
         results, problems = [], []
         for rank in range(world_size):
