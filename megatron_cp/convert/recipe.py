@@ -186,7 +186,7 @@ def _about_length(recipe: Recipe, longest: int, length: int) -> str:
             settings: dict[str, Any] = {NAME.dataset.seq_length: longest, NAME.model.context_parallel_size: ranks}
             settings |= {NAME.model.cp_comm_type: transport, NAME.train.global_batch_size: _samples_of(longest)}
             words = [typed(name, value) for name, value in settings.items()]
-            if _holds(recipe, words, ranks):
+            if _holds(recipe, [*words, f"{NAME.train.check_memory}=false"], ranks):  # more ranks may be needed
                 each = f"{-(-longest // ranks)} tokens on each of {ranks} ranks"
                 return f"{text} For the maximum: {' '.join(words)} ({each})."
         ranks //= 2

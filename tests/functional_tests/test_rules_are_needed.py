@@ -123,7 +123,7 @@ IGNORED = {
     "K63": "CPUs compute what is asked for; fused kernels of GPUs would leave it out",
     "K64": "one norm is made of the two, and the weights of the other do not exist",
     "K65": "trains as it says; what it saves cannot be resumed under another layout",
-    "E18": "the norm of queries and keys undoes the clipping: their weights shrink, and the scores stay",
+    "E22": "the norm of queries and keys undoes the clipping: their weights shrink, and the scores stay",
     "K59": "variables are set by the command: the comparison sets none",
 }
 NOT_TRIED = {

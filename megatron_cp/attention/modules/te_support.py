@@ -85,7 +85,7 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
         yield Gap("C16", NAME.model.attention_backend, f"at least version {MINIMUM} is needed ({version} here)")
     if model.qk_clip or model.log_max_attention_logit:
         field = NAME.model.qk_clip if model.qk_clip else NAME.model.log_max_attention_logit
-        yield Gap("E17", field, "the largest score of its attention is not read here")
+        yield Gap("E21", field, "the largest score of its attention is not read here")
     widest = max(packed_sizes, default=1)
     several = max(model.context_parallel_size, widest) > 1 or model.dynamic_context_parallel
     packing = NAME.model.sequence_packing_scheduler, model.sequence_packing_scheduler is not None

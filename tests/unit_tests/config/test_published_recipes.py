@@ -81,7 +81,7 @@ SWITCH = ["model.dynamic_context_parallel=true"]
 LAYOUT_OF_A_MODEL = (
     "context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "cp_comm_type",
     "hierarchical_context_parallel_sizes", "sequence_parallel", "expert_tensor_parallel_size", "seq_length",
-    "cross_entropy_chunk_size",
+    "cross_entropy_chunk_size", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
 
 

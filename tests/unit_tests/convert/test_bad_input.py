@@ -282,7 +282,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["convert", "import", "--hf-model", "a", "--megatron-path", "b"]) == 2
-    assert "one process converts a whole model" in capsys.readouterr().err
+    assert "conversion runs in a single process" in capsys.readouterr().err
 
 
 def test_a_stop_leaves_nothing(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

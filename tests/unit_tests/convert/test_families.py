@@ -254,7 +254,7 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
     "scale_embeddings=False": GEMMA3 | {"scale_embeddings": False},
     "sandwich_norm": {"sandwich_norm": True},
     "rotary_base_local=10000.0": {"window_size": [7, 0], "rotary_base_local": 1e4},
-    "rotary_base_local: a base": GEMMA3 | {"rotary_base_local": None, "seq_len_interpolation_factor": 8.0},
+    "rotary_base_local: must be set": GEMMA3 | {"rotary_base_local": None, "seq_len_interpolation_factor": 8.0},
     "softmax_scale=0.3": GEMMA3 | {"softmax_scale": 0.3},
     "position_embedding_type=yarn": GEMMA3 | YARN | {"rotary_base_local": None},
     "activation_func=fast_gelu": {"activation_func": "fast_gelu"},

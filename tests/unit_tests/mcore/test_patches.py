@@ -60,7 +60,7 @@ def test_rows_of_a_pack_are_kept_until_somebody_writes_to_its_lengths() -> None:
     assert patches._rows_of_pack(cu_seqlens, 12, 1, 2) is first
     cu_seqlens[1] = 16
     assert patches._rows_of_pack(cu_seqlens, 12, 1, 2).tolist() == [*range(4, 12), 2, 3, 4, 5]
-    with pytest.raises(RuntimeError, match="a pack's rank of 2 has 10 tokens"):
+    with pytest.raises(RuntimeError, match="this rank has 10 tokens of a packed batch, not 1/2"):
         patches._rows_of_pack(cu_seqlens, 10, 1, 2)
     with torch.inference_mode():
         assert patches._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]

@@ -178,7 +178,7 @@ def deterministic_packing(c: Context) -> Iterator[Finding]:
 
 
 te_rule(
-    "E17",
+    "E21",
     f"{NAME.model.qk_clip} and {NAME.model.log_max_attention_logit} need our attention.",
     "It measures the largest score on every transport, in packs too. Transformer Engine's is not read here.",
     broken(model=dict(attention_backend="te", qk_clip=True), environment="gpu"),
@@ -186,7 +186,7 @@ te_rule(
 
 
 @rule(
-    "E18",
+    "E22",
     f"{NAME.model.qk_clip} finds weights that decide the scores.",
     "A norm of queries and keys undoes the clipping. With fewer key/value heads than tensor-parallel ranks a rank has "
     "other rows of the weights than its heads'.",
