@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import published_memory
 from benchmarks.published import Refused, Row, device_of, flops_of_source, gemm_of, job_of, stack_of, transport_of
 from megatron_cp.common.terminal import say
 from megatron_cp.config.model_config import ModelConfig
@@ -29,7 +30,6 @@ from megatron_cp.estimate.device import Device
 from megatron_cp.estimate.fit import fit_device
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.links import Links
-from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.rank import Rank
 from megatron_cp.estimate.time import time_estimate
 from megatron_cp.estimate.work import attention_core
@@ -81,7 +81,7 @@ def predict(row: Row, change: Change = lambda device: device) -> float:
     if metric == "attention_tflops_per_gpu":
         return attention_rate(row, change)
     if "memory" in metric or "model_state" in metric or "activation" in metric:
-        return memory(row)
+        return published_memory.predicted(row)
     job, device = job_of(row)
     device = change(device)
     if metric == "speedup_over_tp8_full_recompute":
@@ -153,22 +153,6 @@ def attention_rate(row: Row, change: Change) -> float:
     backward = "bwd" in note
     work = attention_core(model, rank, heads, kv, backward)
     return 4 * 128 * heads * pairs * (2.5 if backward else 1) / cp / work.seconds / 1e12
-
-
-def memory(row: Row) -> float:
-    note, metric = (row.get("note") or "").lower(), row["metric"]
-    if "fsdp" in note or "2d" in note or "torchtitan" in row["source"]:
-        raise Refused("weights fully sharded (FSDP), which no layout here does")
-    job, _ = job_of({**row, "gpu_type": row.get("gpu_type") or "h100"})
-    kinds = memory_estimate(job).kinds
-    states = sum(kinds[each] for each in ("weights", "gradients", "optimizer"))
-    activations = sum(size for kind, size in kinds.items() if kind.startswith("activations"))
-    chosen = sum(kinds.values())
-    if "param" in metric or "model_state" in metric:
-        chosen = states
-    elif "activation" in metric:
-        chosen = activations
-    return chosen / (2**30 if "gib" in metric else 1e9)
 
 
 def outcomes(rows: Sequence[Row], calibrate: int) -> list[Outcome]:

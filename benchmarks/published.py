@@ -23,136 +23,8 @@ from megatron_cp.parallel.layout import RankLayout
 
 Row = Mapping[str, str]
 
-_LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
-
-
-def _experts(count: int, topk: int, width: int, **further: Any) -> dict[str, Any]:
-    return {"num_moe_experts": count, "moe_router_topk": topk, "moe_ffn_hidden_size": width, **further}
-
-
-def _shape(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, **further: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "num_query_groups": kv,
-        "ffn_hidden_size": ffn,
-        "vocab_size": vocab,
-        **further,
-    }
-
-
-_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-# Shapes that columns cannot tell, or that rows leave blank, by the beginning of a model's name.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama2-7b": _shape(4096, 32, 32, 32, 11008, 32000),
-    "llama2-13b": _shape(5120, 40, 40, 40, 13824, 32000),
-    "llama2-70b": _shape(8192, 80, 64, 8, 28672, 32000),
-    "llama3-8b": _shape(4096, 32, 32, 8, 14336, 128256),
-    "llama3.1-8b": _shape(4096, 32, 32, 8, 14336, 128256),
-    "llama3-70b": _shape(8192, 80, 64, 8, 28672, 128256),
-    "llama3.1-70b": _shape(8192, 80, 64, 8, 28672, 128256),
-    "llama3.1-405b": _shape(16384, 126, 128, 8, 53248, 128256),
-    "llama3-405b": _shape(16384, 126, 128, 8, 53248, 128256),
-    "qwen3-8b": _shape(4096, 36, 32, 8, 12288, 151936, kv_channels=128),
-    "qwen3-32b": _shape(5120, 64, 64, 8, 25600, 151936, kv_channels=128),
-    "qwen3-30b-a3b": _shape(2048, 48, 32, 4, 6144, 151936, kv_channels=128, **_experts(128, 8, 768)),
-    "qwen3-235b-a22b": _shape(4096, 94, 64, 4, 12288, 151936, kv_channels=128, **_experts(128, 8, 1536)),
-    "mixtral-8x7b": _shape(4096, 32, 32, 8, 14336, 32000, **_experts(8, 2, 14336)),
-    "mixtral-8x22b": _shape(6144, 56, 48, 8, 16384, 32000, **_experts(8, 2, 16384)),
-    "gpt-oss-120b": _shape(
-        2880,
-        36,
-        64,
-        8,
-        2880,
-        201088,
-        kv_channels=64,
-        activation_func_clamp_value=7.0,
-        glu_linear_offset=1.0,
-        window_size=[127, 0],
-        window_attn_skip_freq=2,
-        **_experts(128, 4, 2880),
-    ),
-    "gpt-oss-20b": _shape(
-        2880,
-        24,
-        64,
-        8,
-        2880,
-        201088,
-        kv_channels=64,
-        activation_func_clamp_value=7.0,
-        glu_linear_offset=1.0,
-        window_size=[127, 0],
-        window_attn_skip_freq=2,
-        **_experts(32, 4, 2880),
-    ),
-    "deepseek-v3": _shape(
-        7168,
-        61,
-        128,
-        128,
-        18432,
-        129280,
-        **_LATENT,
-        **_experts(256, 8, 2048, moe_shared_expert_intermediate_size=2048, moe_layer_freq=[0] * 3 + [1] * 58),
-    ),
-    "deepseek-v2-lite": _shape(
-        2048,
-        27,
-        16,
-        16,
-        10944,
-        102400,
-        **{**_LATENT, "q_lora_rank": None},
-        **_experts(64, 6, 1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=[0] + [1] * 26),
-    ),
-    "deepseek-v2": _shape(
-        5120,
-        60,
-        128,
-        128,
-        12288,
-        102400,
-        **_LATENT,
-        **_experts(160, 6, 1536, moe_shared_expert_intermediate_size=3072, moe_layer_freq=[0] + [1] * 59),
-    ),
-    "kimi-k2": _shape(
-        7168,
-        61,
-        64,
-        64,
-        18432,
-        163840,
-        **_LATENT,
-        **_experts(384, 8, 2048, moe_shared_expert_intermediate_size=2048, moe_layer_freq=[0] + [1] * 60),
-    ),
-    "nemotron-3-nano": _shape(
-        2688,
-        52,
-        32,
-        2,
-        1856,
-        131072,
-        kv_channels=128,
-        architecture="hybrid",
-        hybrid_layer_pattern=_NANO,
-        mamba_num_heads=64,
-        mamba_head_dim=64,
-        mamba_state_dim=128,
-        mamba_num_groups=8,
-        gated_linear_unit=False,
-        **_experts(128, 6, 1856, moe_shared_expert_intermediate_size=3712),
-    ),
-}
+MEASUREMENTS = Path(__file__).parent / "measurements"
+MODELS: dict[str, dict[str, Any]] = read_yaml(MEASUREMENTS / "models.yaml")
 UNGATED = ("gpt3", "gpt-", "megatron-", "mt-nlg", "nemotron")  # models whose MLPs have two matrices; not gpt-oss
 
 
@@ -198,7 +70,7 @@ def load_stacks() -> dict[str, Stack]:
     return {name: Stack(**fields) for name, fields in read_yaml(PROGRAMS).items()}
 
 
-PROGRAMS = Path(__file__).parent / "measurements" / "programs.yaml"
+PROGRAMS = MEASUREMENTS / "programs.yaml"
 STACKS = load_stacks()
 # Whose rows they are: a part of the source's name, the beginning of the GPU's, and the program; the first that fits.
 SOURCES = (
@@ -315,6 +187,8 @@ def shape_of(row: Row) -> dict[str, Any]:
     ]
     if missing:
         raise Refused(f"shape not stated ({', '.join(missing)})")
+    if (dense := known.pop("first_dense_layers", None)) is not None:
+        known["moe_layer_freq"] = [0] * dense + [1] * (known["num_layers"] - dense)
     if ("moe" in name or re.search(r"-a\d+b|\dx\d+b", name)) and "num_moe_experts" not in known:
         raise Refused("experts not stated")
     known.setdefault(

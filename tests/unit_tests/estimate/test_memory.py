@@ -6,12 +6,13 @@ import time
 
 import pytest
 
+from benchmarks.published import Refused
+from benchmarks.published_memory import predicted
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.memory import memory_estimate
-from megatron_cp.estimate.memory.published import Refused, predicted
 from megatron_cp.estimate.memory.stages import chunks_of_stages, microbatches_under_way
 from megatron_cp.parallel.layout import RankLayout
 from tests.memory_runs import compare, errors
@@ -92,8 +93,18 @@ def test_published_memory_is_met(row: str) -> None:
 def test_rows_that_leave_out_what_is_needed_are_refused() -> None:
     with pytest.raises(Refused, match="stages are not stated"):
         predicted({"source": "torchtitan", "metric": "peak_memory_gib", "tp": "8", "pp": "8"})
-    with pytest.raises(Refused, match="does not state the shape"):
+    with pytest.raises(Refused, match="shape not stated"):
         predicted({"source": "card.yaml", "metric": "peak_memory_gb", "model": "qwen3-next-80b-a3b"})
+    eight_bits = {"source": "mine", "metric": "peak_memory_gb", "model": "llama3-8b", "precision": "fp8", "tp": "1"}
+    with pytest.raises(Refused, match="fp8 copies of weights"):
+        predicted(eight_bits | {"seq_len": "8192", "gpus": "8"})
+
+
+def test_rows_of_other_sources_are_estimated_as_they_are_stated() -> None:
+    row = {"source": "mine", "metric": "peak_memory_gib", "model": "llama3-8b", "precision": "bf16", "tp": "2"}
+    row |= {"seq_len": "8192", "gpus": "8", "gpu_type": "H100"}
+    assert predicted(row) == pytest.approx(predicted(row | {"metric": "peak_memory_gb"}) * 1e9 / 2**30)
+    assert 0 < predicted(row | {"metric": "model_state_gib"}) < predicted(row)
 
 
 def _model(**settings: object) -> ModelConfig:
