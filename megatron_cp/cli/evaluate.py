@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron_cp.cli import ranks
-from megatron_cp.cli.train import run_or_start
+from megatron_cp.cli.train import add_ranks, run_or_start
 from megatron_cp.common.terminal import ArgumentParser
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
 from megatron_cp.config.names import NAME
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     add_recipe(parser, f"a run's folder, or a recipe; the checkpoint is read from {NAME.checkpoint.load}")
-    ranks.add(parser)
+    add_ranks(parser)
     add_gpus_per_node(parser)
     args = parse(parser, argv)
     if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from megatron_cp.cli import ranks
+from megatron_cp.cli.train import add_ranks, ranks_to_start, start_ranks
 from megatron_cp.common.errors import EXIT_FAILED, EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, quiet
 from megatron_cp.config.flags import add_recipe, compose, parse
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     add_recipe(parser, "what to verify")
-    ranks.add(parser)
+    add_ranks(parser)
     parser.add_argument("--full", action="store_true", help="use the full model instead of a reduced one")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default 3)")
     parser.add_argument(
@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> int:
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     launcher.rank()  # rejects an invalid RANK before torch is imported
-    number = ranks.to_start(parser, args)
+    number = ranks_to_start(parser, args)
     world_size = number or launcher.world_size() or 1
     with nullcontext() if number is None else quiet():
         layouts = [compose(parser, args, *further) for further in _overrides(parser, args.against)]
         configs = checked_and_comparable(layouts, world_size, args.steps, full=args.full)
     if number is not None:
-        return ranks.start("verify", argv, number)
+        return start_ranks("verify", argv, number)
     names = ("one rank", f"{world_size} ranks") if args.against is None else ("against", "layout")
     launcher.add_variables(configs[-1].env_vars)
     from megatron_cp.verify.run import verify  # importing torch takes ten seconds: after all checks

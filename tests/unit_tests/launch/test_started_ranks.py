@@ -20,7 +20,7 @@ TINY = "llama_tiny_pretrain_config"
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("megatron_cp.cli.ranks.end_when_interrupted", lambda: None)
+    monkeypatch.setattr("megatron_cp.cli.train.end_when_interrupted", lambda: None)
     yield
     os.environ.pop("OMP_NUM_THREADS", None)
 
