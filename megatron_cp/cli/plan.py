@@ -1,13 +1,11 @@
-"""``megatron-cp plan``: find the fastest layout for a number of GPUs.
-
-Needs no GPU and no torch.
-"""
+"""``megatron-cp plan``: find the fastest layout for a number of GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -32,11 +30,11 @@ from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.time import time_estimate
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.planner.figures import Figures, Setup
-from megatron_cp.planner.found import Estimated, Found, Models, changes
-from megatron_cp.planner.request import amount, environment_of, laid_over, model_recipe, samples
+from megatron_cp.planner.found import Found, Models, changes
+from megatron_cp.planner.request import amount, check_vocabulary, environment_of, laid_over, model_recipe, samples
 from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Settings, Space, with_settings
-from megatron_cp.planner.table import details, not_fitting, ranking
+from megatron_cp.planner.table import as_dict, details, not_fitting, ranking
 from megatron_cp.rules.memory import NEARLY_FULL, gib
 from megatron_cp.rules.remedies import Case
 
@@ -96,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
     device, begin = load_device(args.gpu), time.process_time()
     node = args.gpus_per_node or min(device.gpus_per_node, args.gpus)
     recipe, case, changed = _case(parser, args, environment_of(device, node), node)
+    check_vocabulary(case)
     fixed = set(_flat(parse_overrides(args.overrides))) | given(args).keys()
     models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
     usable = device.memory * NEARLY_FULL
@@ -115,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     best = changed | {
         name: value for name, value in changes(base, found.fitting[0].settings).items() if name not in fixed
     }
-    _show(args, setup, found, usable, best, seconds)
+    _show(args, argv, setup, found, usable, best, seconds)
     if args.write:
         asked = given(args) | _flat(parse_overrides(args.overrides))
         args.write.write_text(laid_over(recipe, best | asked, args.gpus))
@@ -209,34 +208,30 @@ def _flat(settings: dict[str, Any]) -> Settings:
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
-def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, best: Settings, seconds: float) -> None:
+def _show(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    setup: Setup,
+    found: Found,
+    usable: float,
+    best: Settings,
+    seconds: float,
+) -> None:
     """Print the plan."""
-
-    def figures(layout: Estimated) -> Figures:
-        return Figures(setup, layout)
-
-    overrides = [quoted(override(name, value)) for name, value in best.items()]
-    ranked = [figures(each) for each in found.fitting]
+    overrides = [quoted(override(*item)) for item in best.items()]
+    ranked = [Figures(setup, each) for each in found.fitting]
     too_large = [
-        (figures(each.layout), [override(*item) for item in changes(each.layout.settings, each.remedy or {}).items()])
+        (
+            Figures(setup, each.layout),
+            [override(*item) for item in changes(each.layout.settings, each.remedy or {}).items()],
+        )
         for each in found.too_large
     ]
     if args.json:
-        content = {
-            "gpu": setup.gpu,
-            "gpus": setup.gpus,
-            "gpus_per_node": setup.gpus_per_node,
-            "memory_bytes": setup.memory,
-            "usable_bytes": usable,
-            "tokens_per_step": setup.tokens,
-            "layouts": [each.as_dict() for each in ranked],
-            "frontier": [figures(each).as_dict() for each in found.frontier],
-            "too_large": [each.as_dict() | {"fits_with": fix} for each, fix in too_large],
-            "overrides": overrides,
-            "estimates": found.examined,
-            "seconds": seconds,
-        }
-        say(json.dumps(content, indent=2))
+        frontier = [Figures(setup, each) for each in found.frontier]
+        content = as_dict(setup, ranked, frontier, too_large, usable)
+        rest = {"overrides": overrides, "estimates": found.examined, "seconds": seconds}
+        say(json.dumps(content | rest, indent=2))
         return
     say(f"# {setup.gpus} {setup.gpu}, {setup.gpus_per_node} per node, {setup.tokens:,} tokens per step; estimates\n")
     say(ranking(ranked))
@@ -244,7 +239,12 @@ def _show(args: argparse.Namespace, setup: Setup, found: Found, usable: float, b
         say(f"\n{number}: {each.words}\n{details(each)}")
     if too_large:
         say(f"\n{not_fitting(too_large[:_SHOWN_TOO_LARGE], usable)}")
-    source = args.write or (f"--recipe {args.recipe}" if args.model is None else "--recipe FILE.yaml (from --write)")
-    words = " ".join([*overrides, *map(quoted, args.overrides)]) if not args.write else ""
-    say(f"\ntrain layout 1: megatron-cp train {source} {words}".rstrip())
+    flags = [quoted(override(*item)) for item in given(args).items()]
+    words = " ".join([*overrides, *flags, *map(quoted, args.overrides)])
+    if args.write or args.model is None:
+        train = f"megatron-cp train {args.write or f'--recipe {args.recipe} {words}'}"
+    else:
+        train = f"megatron-cp plan {shlex.join(argv)} --write plan.yaml && megatron-cp train plan.yaml"
+        say(f"\nsettings of layout 1: {words}")
+    say(f"\ntrain layout 1: {train}".rstrip())
     say(f"{found.examined} estimates in {seconds:.1f} s of CPU time; memory limit {gib(usable)} GiB per GPU")

@@ -48,8 +48,8 @@ def choose_attention(
 ) -> type:
     """Choose the attention class: Transformer Engine's or ours.
 
-    Transformer Engine's requires its layers; the recipe may decide otherwise. ``packed_sizes``: sizes of the groups for
-    packed batches.
+    Transformer Engine's attention needs Transformer Engine's layers. ``model.attention_backend`` can choose ours.
+    ``packed_sizes``: sizes of the groups for packed batches.
     """
     if not uses_te_layers(core_config):
         return ContextParallelAttention

@@ -10,10 +10,13 @@ from typing import Any
 import yaml
 
 from megatron_cp.common.errors import ConfigError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import list_models
 from megatron_cp.config.schema import nearest_first
 from megatron_cp.estimate.device import Device
+from megatron_cp.models.vocabulary import known_vocab_size
 from megatron_cp.rules.environment import PRESETS, Environment
+from megatron_cp.rules.remedies import Case
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _CAPABILITIES = (("a100", 8.0), ("b", 10.0), ("gb", 10.0))  # by prefix of the GPU's name; default: Hopper
@@ -68,6 +71,13 @@ def model_recipe(name: str) -> dict[str, Any]:
 def _normalized(name: str) -> str:
     """Normalize a model's name: ``meta-llama/Llama-3.1-8B`` becomes ``llama318b``."""
     return re.sub(r"[^a-z0-9]|^meta|^nvidia", "", name.rpartition("/")[2].lower())
+
+
+def check_vocabulary(case: Case) -> None:
+    """Raise ConfigError if only a tokenizer's file has the vocabulary size."""
+    if known_vocab_size(case.config.model, case.config.tokenizer) is None:
+        name = NAME.model.vocab_size
+        raise ConfigError(f"{name}=null: a plan needs the tokenizer's vocabulary size. Fix: {name}=128256")
 
 
 def environment_of(device: Device, gpus_per_node: int) -> Environment:

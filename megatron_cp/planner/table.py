@@ -1,4 +1,4 @@
-"""Tables of a plan for a terminal."""
+"""A plan as tables for a terminal, and as plain data."""
 
 from __future__ import annotations
 
@@ -6,17 +6,39 @@ import io
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from megatron_cp.config.overrides import quoted
-from megatron_cp.planner.figures import Figures
+from megatron_cp.planner.figures import Figures, Setup
 from megatron_cp.rules.memory import gib
 
 _WIDTH = 120  # if stdout is not a terminal
 _LEAST_SHARE = 0.01
+
+
+def as_dict(
+    setup: Setup,
+    layouts: Sequence[Figures],
+    frontier: Sequence[Figures],
+    too_large: Sequence[tuple[Figures, Sequence[str]]],
+    usable: float,
+) -> dict[str, Any]:
+    """Return the layouts as plain data, for ``--json``."""
+    return {
+        "gpu": setup.gpu,
+        "gpus": setup.gpus,
+        "gpus_per_node": setup.gpus_per_node,
+        "memory_bytes": setup.memory,
+        "usable_bytes": usable,
+        "tokens_per_step": setup.tokens,
+        "layouts": [each.as_dict() for each in layouts],
+        "frontier": [each.as_dict() for each in frontier],
+        "too_large": [each.as_dict() | {"fits_with": fix} for each, fix in too_large],
+    }
 
 
 def ranking(layouts: Sequence[Figures]) -> str:

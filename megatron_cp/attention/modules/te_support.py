@@ -173,8 +173,8 @@ def has_te_layers(model: ModelConfig, version: str | None, on_gpu: bool, fp32: b
     """Return whether the layers around attention are Transformer Engine's.
 
     True on a GPU with the library, with any attention, unless ``model.transformer_impl`` says otherwise. ``version``:
-    the installed version or None. Runs in float32 (``fp32``) use its layers only on request: its matrix products are
-    TF32.
+    the installed version or None. Runs in float32 (``fp32``) need ``transformer_impl=transformer_engine`` or
+    ``attention_backend=te`` for these layers, because Transformer Engine multiplies matrices in TF32.
     """
     wanted = model.transformer_impl
     if wanted == "local" or not on_gpu or version is None or parse_version(version) < parse_version(MINIMUM):

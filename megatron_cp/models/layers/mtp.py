@@ -92,7 +92,8 @@ class MTPLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.mtp_layer_pattern is None:
             return super()._checkpointed_forward(*args, **kwargs)
-        return self._proj_and_transformer_layer(*args, **kwargs)  # a hybrid stack recomputes its layers itself
+        # HybridStack recomputes its own layers, so the depth must not recompute them again.
+        return self._proj_and_transformer_layer(*args, **kwargs)
 
 
 def _with_seed(layers: Any, seed: int) -> Any:

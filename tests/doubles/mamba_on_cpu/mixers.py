@@ -29,8 +29,8 @@ LENGTHS = (3, 123, 1, 171)
 
 # Of outputs and of gradients, in parts of the largest value. In float32 ours are within 1e-6. mamba-ssm adds up the
 # exponents of a chunk in float32 (we in float64), and a time step is log(1 + exp(x)), of which 1 + exp(x) is rounded:
-# the worst found are 2e-6 and 1.4e-5. In bf16, of which one rounding is up to 0.004 of the largest value, the
-# worst found are 0.0101 and 0.0187.
+# the worst found are 2e-6 and 1.4e-5. In bf16, one rounding is up to 0.004 of the largest value; the worst found are
+# 0.0101 and 0.0187.
 TOLERANCES = {torch.float32: (4e-6, 3e-5), torch.bfloat16: (0.012, 0.04)}
 
 

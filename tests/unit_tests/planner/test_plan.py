@@ -99,7 +99,7 @@ def test_the_table_says_what_limits_what_does_not_fit_and_what_to_type(plan):
     assert code == 0
     assert "tokens/s/GPU" in out and "limited by" in out and "time:   " in out and "GiB:    " in out
     assert "GiB over limit" in out and "fits with" in out
-    assert "dataset.seq_length=65536" in out.splitlines()[-2]
+    assert "dataset.seq_length=65536" in line_of(out, "settings of layout 1: ")
 
 
 def test_a_written_recipe_is_what_was_planned(plan, tmp_path, monkeypatch):
@@ -190,3 +190,33 @@ def test_a_folder_of_hugging_faces_format_is_planned_for(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=131072)))
     argv = ("--model", str(tmp_path), "--gpus", "4", "--gpu", "h100", "--global-batch-size", "8")
     assert found(plan, *argv)["layouts"][0]["peak_bytes"] > 10e9
+
+
+def line_of(out: str, begin: str) -> str:
+    (line,) = [line for line in out.splitlines() if line.startswith(begin)]
+    return line.removeprefix(begin)
+
+
+def test_the_last_line_trains_the_layout_that_was_found(plan, tmp_path, monkeypatch):
+    """Also with flags, which a recipe does not have."""
+    code, out, _ = plan("--recipe", RECIPE, "--gpus", "16", "--gpu", "h100", "-tp", "4", "--top", "1")
+    assert code == 0
+    words = shlex.split(line_of(out, "train layout 1: megatron-cp train "))
+    assert cli.main(["validate", *words, "--world-size", "16", "--environment", "gpu"]) == 0
+    assert "model.tensor_model_parallel_size=4" in words
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = plan(*SMALL)
+    find, train = line_of(out, "train layout 1: ").split(" && ")
+    assert cli.main(shlex.split(find)[1:]) == 0
+    assert train == "megatron-cp train plan.yaml"
+    assert cli.main(["validate", "plan.yaml", "--environment", "gpu"]) == 0
+
+
+def test_a_model_without_a_known_vocabulary_is_refused(plan):
+    words = "tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=tokens"
+    code, _, err = plan("--recipe", "llama_tiny_pretrain_config", "--gpus", "4", "--gpu", "h100", *words)
+    assert code == 2 and "model.vocab_size=null: a plan needs" in err
+    code, _, err = plan(
+        "--recipe", "llama_tiny_pretrain_config", "--gpus", "4", "--gpu", "h100", *words, "model.vocab_size=128256"
+    )
+    assert code == 0, err

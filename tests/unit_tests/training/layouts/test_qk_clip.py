@@ -217,9 +217,8 @@ def test_like_upstreams(model: Overrides) -> None:
 
 
 def halved(overrides: Overrides) -> tuple[list[tuple[float, float]], list[int]]:
-    """Losses and norms of a bfloat16 run with Adam, whose float32 weights are still close to the model's; and where
-    this rank's parts of them begin."""
-    # A model of which the data-parallel ranks' parts meet within the weights of queries and keys.
+    """Return losses and norms of a bfloat16 run with Adam, and where this rank's float32 parts begin."""
+    # With these sizes, the border between the data-parallel ranks' parts lies in the weights of queries and keys.
     small = {"model__num_layers": 1, "model__ffn_hidden_size": 32}
     run, batches = start(tiny_config(**CLIP | FAST | ADAM | BFLOAT16 | small | overrides))
     beginnings = []
