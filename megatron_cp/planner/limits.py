@@ -24,8 +24,8 @@ def impossible(space: Space, usable: float, models: Models, gpu: str) -> str:
     if smallest is not None:
         need = gib(smallest.memory.total)
         what += f"no layout fits in {gib(usable)} GiB per {gpu}; the smallest layout needs {need} GiB"
-    elif search.refused:
-        what += f"the rules reject all layouts, for example: {search.refused.message}"
+    elif refused := search.refused:
+        return f"{what}the rules reject the layouts: {refused.field}: {refused.message}. Fix: {refused.fix}"
     else:
         what += "no layout divides the model, the batch and the sequence by this number of GPUs"
     fixes = []

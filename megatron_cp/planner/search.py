@@ -24,6 +24,7 @@ _ATTENTION_RULES = "BCDE"  # rule sections that depend on the ranks of one CP gr
 _MOST_SHOWN = 12  # most layouts reported that do not fit
 _MOST_SIMULATED = 40  # most layouts whose packs are scheduled, 0.1 s each
 _MOST_CHECKED = 40  # most frontier layouts checked against the rules
+_MOST_REFUSED = 500  # most layouts that the rules reject before any is accepted
 _MOST_BASES = 100  # most bases with estimates of all memory savings
 
 
@@ -52,7 +53,7 @@ class Search:
 
     def __init__(self, space: Space, capacity: float, models: Models) -> None:
         self._space, self._capacity, self._models = space, capacity, models
-        self._examined = self._simulated = 0
+        self._examined = self._simulated = self._refusals = 0
         self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
         self._count = itertools.count()
@@ -73,7 +74,7 @@ class Search:
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
         too_large: list[tuple[Settings, Settings | None]] = []
-        while queue and len(fitting) < count and not (fitting and self._simulated >= _MOST_SIMULATED):
+        while queue and len(fitting) < count and not self._gives_up(found_any=bool(fitting)):
             _, _, base, step, transport = heapq.heappop(queue)
             if base.division in fitting:
                 continue
@@ -105,7 +106,7 @@ class Search:
     def smallest(self) -> Estimated | None:
         """Return the layout with the least memory that passes the rules."""
         needs = [(self._memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
-        ordered = (base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2]))
+        ordered = [base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2])][:_MOST_REFUSED]
         return next((self.estimate(found) for found in ordered if self._accepted(found)), None)
 
     def estimate(self, settings: Settings) -> Estimated:
@@ -149,7 +150,9 @@ class Search:
             alone = {NAME.model.pipeline_model_parallel_size: 1, NAME.model.expert_model_parallel_size: 1}
             alone |= {NAME.train.micro_batch_size: 1, NAME.model.virtual_pipeline_model_parallel_size: None}
             case = replace(with_settings(self._space.case, grid | alone | transport), world_size=tp * cp)
-            self._usable[key] = refusal(case, _ATTENTION_RULES) is None
+            refused = refusal(case, _ATTENTION_RULES)
+            self.refused = refused or self.refused
+            self._usable[key] = refused is None
         return self._usable[key]
 
     def _case(self, settings: Settings) -> Case:
@@ -173,8 +176,13 @@ class Search:
 
     def _accepted(self, settings: Settings) -> bool:
         refused = refusal(self._case(settings))
-        self.refused = refused or self.refused
-        return refused is None
+        if refused is None:
+            return True
+        self.refused, self._refusals = refused, self._refusals + 1
+        return False
+
+    def _gives_up(self, found_any: bool) -> bool:
+        return self._simulated >= _MOST_SIMULATED if found_any else self._refusals >= _MOST_REFUSED
 
     def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
         """Yield the Pareto frontier of time and memory, fastest first."""

@@ -220,3 +220,17 @@ def test_a_model_without_a_known_vocabulary_is_refused(plan):
         "--recipe", "llama_tiny_pretrain_config", "--gpus", "4", "--gpu", "h100", *words, "model.vocab_size=128256"
     )
     assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("ddp.num_buckets=2", "ddp.bucket_size=100"), "ddp.num_buckets=null"),
+        (("model.qk_clip=true", "model.qk_layernorm=true", "model.attention_backend=native"), "model.qk_clip=false"),
+    ],
+)
+def test_settings_that_break_a_rule_under_every_layout(plan, words, fix):
+    """Once a layout is looked at, and once for each transport."""
+    code, _, err = plan(*SMALL, *words)
+    assert code == 2 and "the rules reject the layouts" in err and f"Fix: {fix}" in err
+    assert plan(*SMALL, *words, fix)[0] == 0
