@@ -80,21 +80,22 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
     }
     busy = sum(kinds[each] for each in kinds if each not in ("exposed dp", "exposed pp", "bubble", "optimizer"))
     kinds["host"] = max(0.0, count * max(times) - busy) + device.step_seconds
-    documents = _documents(job)
+    documents, copies = _documents(job)
     key = (*model_key(job.model), job.vocab_size, documents)
     if key not in _FLOPS:
         _FLOPS[key] = training_flops(job.model, job.vocab_size, documents)
-    return TimeEstimate(kinds, _FLOPS[key] * count * layout.dp)
+    return TimeEstimate(kinds, _FLOPS[key] * copies * count * layout.dp)
 
 
-def _documents(job: Job) -> tuple[int, ...]:
-    return job.lengths or (job.model.seq_length or 1,) * job.micro_batch_size
+def _documents(job: Job) -> tuple[tuple[int, ...], int]:
+    """Return lengths, and how many times a microbatch has documents of these lengths."""
+    return (job.lengths, 1) if job.lengths else ((job.model.seq_length or 1,), job.micro_batch_size)
 
 
 def _rank(job: Job, device: Device, links: Links) -> Rank:
-    model, layout, documents = job.model, job.layout, _documents(job)
+    model, layout, (documents, copies) = job.model, job.layout, _documents(job)
     longest = max(documents)
-    square = float(sum(length * length for length in documents))
+    square = float(sum(length * length for length in documents)) * copies
     key = (*model_key(model), documents)
     if key not in _PAIRS:
         attending = sum("*" in parts for _, parts in numbered_layer_types(model))
@@ -105,7 +106,7 @@ def _rank(job: Job, device: Device, links: Links) -> Rank:
         links=links,
         gemm=job.gemm,
         tokens=float(job.tokens_per_rank),
-        pairs=_PAIRS[key],
+        pairs=_PAIRS[key] * copies,
         square=square,
         longest=longest,
         tp=layout.tp,

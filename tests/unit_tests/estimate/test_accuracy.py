@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,11 @@ def test_a_row_that_cannot_be_predicted_says_why() -> None:
     assert reason(cp="2", cp_comm_type="pigeon") == "cp_comm_type=pigeon is no transport here"
     assert reason(note="finetune LoRA") == "trains adapters only"
     assert outcomes([{"source": "mine"}], 0)[0].predicted is None
+    # Cost and memory of an estimate do not grow with the batch: this once allocated an entry for each sample.
+    tracemalloc.start()
+    assert reason(mbs="99999999", gbs="999999999") == ""
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
