@@ -27,7 +27,7 @@ from benchmarks.published import Refused, Row, device_of, flops_of_source, gemm_
 from megatron_cp.common.terminal import say
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.device import Device
-from megatron_cp.estimate.fit import fit_device
+from megatron_cp.estimate.fit import fit_device, scaled
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.links import Links
 from megatron_cp.estimate.rank import Rank
@@ -194,25 +194,12 @@ def calibrated(rows: Sequence[Row], count: int) -> dict[str, tuple[Change, froze
         measured.sort(key=lambda each: each[0] * each[2].layout.world_size)
         places = [round((index + 0.5) / count * (len(measured) - 1)) for index in range(count)]
         chosen = [measured[place] for place in places]
-        fits = fit_device(chosen[0][3], [each[2] for each in chosen], [each[0] for each in chosen])
-        found[source] = (_speeds_of(chosen[0][3], fits.device), frozenset(id(each[1]) for each in chosen))
+        jobs = [each[2] for each in chosen]
+        predict = lambda device, jobs=jobs: [time_estimate(job, device).seconds for job in jobs]  # noqa: E731
+        speeds = fit_device(chosen[0][3], predict, [each[0] for each in chosen]).speeds
+        change = lambda device, speeds=speeds: scaled(device, speeds)  # noqa: E731 - others change as this one does
+        found[source] = (change, frozenset(id(each[1]) for each in chosen))
     return found
-
-
-def _speeds_of(before: Device, after: Device) -> Change:
-    """Change other devices of a source as this one was."""
-    from megatron_cp.estimate.fit import scaled
-
-    key = "bf16"
-    speeds = [
-        after.matmul_efficiency[key] / before.matmul_efficiency[key],
-        after.attention_flops[0] / before.attention_flops[0],
-        after.memory_bandwidth / before.memory_bandwidth,
-        before.launch_seconds / after.launch_seconds,
-        after.intra_bandwidth / before.intra_bandwidth,
-        after.inter_bandwidth / before.inter_bandwidth,
-    ]
-    return lambda device: scaled(device, speeds)
 
 
 def table(found: Sequence[Outcome]) -> list[str]:

@@ -13,28 +13,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
-from megatron_cp.cli.schedule import lengths_from
-from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, given, parse
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_of
-from megatron_cp.config.schema import nearest_first
-from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
-from megatron_cp.estimate.device import device_names, load_device
+from megatron_cp.data.lengths import lengths_of
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS
+from megatron_cp.estimate.device import Device, device_names, load_device
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.time import time_estimate
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.planner.figures import Figures, Setup
 from megatron_cp.planner.found import Found, Models, changes
-from megatron_cp.planner.request import amount, check_vocabulary, environment_of, laid_over, model_recipe, samples
+from megatron_cp.planner.request import amount, check_vocabulary, environment_of, flat, laid_over, model_recipe, samples
 from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.planner.table import as_dict, details, not_fitting, ranking
+from megatron_cp.report.calibration import calibrate, write_device
 from megatron_cp.rules.memory import NEARLY_FULL, gib
 from megatron_cp.rules.remedies import Case
 
@@ -65,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
         return number
 
-    parser.add_argument("--gpus", type=count(MOST_RANKS), required=True, help="number of GPUs")
+    parser.add_argument("--gpus", type=count(MOST_RANKS), help="number of GPUs")
     parser.add_argument(
         "--gpu", metavar="NAME|FILE.yaml", required=True, help=f"{', '.join(device_names())}, or a YAML file"
     )
@@ -77,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lengths", metavar="FILE|DISTRIBUTION", help=f"{lengths} ({', '.join(sorted(DISTRIBUTIONS))})"
     )
+    fit = "fit the GPU's constants to the step times of finished runs first"
+    parser.add_argument("--calibrate", metavar="RUN", type=Path, nargs="+", help=f"{fit}; without --gpus nothing else")
+    file = "file of the fitted GPU, for --gpu (default: device.yaml)"
+    parser.add_argument("--device-file", metavar="FILE.yaml", type=Path, default=Path("device.yaml"), help=file)
     parser.add_argument("--top", type=count(1000), default=10, help="number of layouts to show (default: 10)")
     parser.add_argument("--detail", action="store_true", help="show time and memory by kind for each layout")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -88,17 +91,31 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args = parse(parser, argv)
+    _check_files(parser, args)
+    device = load_device(args.gpu)
+    if args.calibrate:
+        found = calibrate(args.calibrate, device, args.gpus_per_node)
+        write_device(args.device_file, found.fit.device, str(found))
+        say(f"{found}\nwrote {args.device_file}; plan with --gpu {args.device_file}", file=sys.stderr)
+        device = found.fit.device
+        if args.gpus is None:
+            return EXIT_OK
+    if args.gpus is None:
+        parser.error("--gpus is required. Fix: --gpus 8")
     if (args.recipe is None) == (args.model is None):
         parser.error("exactly one of --recipe and --model is required. Fix: --model llama3_8b")
-    _check_files(parser, args)
-    device, begin = load_device(args.gpu), time.process_time()
+    return _plan(parser, args, argv, device)
+
+
+def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str], device: Device) -> int:
+    begin = time.process_time()
     node = args.gpus_per_node or min(device.gpus_per_node, args.gpus)
     recipe, case, changed = _case(parser, args, environment_of(device, node), node)
     check_vocabulary(case)
-    fixed = set(_flat(parse_overrides(args.overrides))) | given(args).keys()
+    fixed = set(flat(parse_overrides(args.overrides))) | given(args).keys()
     models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
     usable = device.memory * NEARLY_FULL
-    base, train, model = _flat(case.config.given()), case.config.train, case.config.model
+    base, train, model = flat(case.config.given()), case.config.train, case.config.model
     case = with_settings(case, {NAME.train.check_memory: False})  # the search compares memory itself
     lengths = _lengths(args, model.seq_length or 1, train.global_batch_size)
     space = Space(case, fixed, node, lengths)
@@ -116,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     }
     _show(args, argv, setup, found, usable, best, seconds)
     if args.write:
-        asked = given(args) | _flat(parse_overrides(args.overrides))
+        asked = given(args) | flat(parse_overrides(args.overrides))
         args.write.write_text(laid_over(recipe, best | asked, args.gpus))
         say(f"wrote {args.write}: megatron-cp validate {args.write} --environment gpu", file=sys.stderr)
     if args.plot:
@@ -128,21 +145,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lengths(args: argparse.Namespace, longest: int, count: int) -> tuple[int, ...] | None:
-    """Return the lengths of the samples of a global batch, None without ``--lengths``.
-
-    Raises:
-        ConfigError: the lengths cannot be read.
-    """
-    if args.lengths is None:
-        return None
-    if args.lengths in DISTRIBUTIONS:
-        return tuple(sample_lengths(args.lengths, count, longest).tolist())
-    try:
-        found = lengths_from(args.lengths)
-    except (OSError, ValueError) as error:
-        near = nearest_first(args.lengths, DISTRIBUTIONS)[0]
-        raise ConfigError(f"--lengths {args.lengths}: {error}. Fix: --lengths {near}, or a readable file") from error
-    return tuple(np.minimum(np.resize(found, count), longest).tolist())
+    """Return the lengths of the samples of a global batch, None without ``--lengths``."""
+    return lengths_of(args.lengths, longest, count) if args.lengths else None
 
 
 def _mean_length(args: argparse.Namespace, longest: int) -> float:
@@ -153,12 +157,12 @@ def _mean_length(args: argparse.Namespace, longest: int) -> float:
 
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error if an output file cannot be written."""
-    for option in ("write", "plot"):
-        path = getattr(args, option)
+    for option in ("write", "plot", "device_file"):
+        path, flag = getattr(args, option), f"--{option.replace('_', '-')}"
         if path is not None and (not os.path.isdir(path.parent) or os.path.isdir(path)):
-            parser.error(f"--{option} {path}: folder not found, or the path is a folder. Fix: --{option} {path.name}")
-    if args.write and args.write.suffix != ".yaml":
-        parser.error(f"--write {args.write}: the file name must end in .yaml. Fix: --write {args.write.stem}.yaml")
+            parser.error(f"{flag} {path}: folder not found, or the path is a folder. Fix: {flag} {path.name}")
+        if path is not None and option != "plot" and path.suffix != ".yaml":
+            parser.error(f"{flag} {path}: the file name must end in .yaml. Fix: {flag} {path.stem}.yaml")
 
 
 def _case(
@@ -200,12 +204,6 @@ def _recipe(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_cp.config.recipes import load_recipe
 
     return settings_of(load_recipe(args.recipe))
-
-
-def _flat(settings: dict[str, Any]) -> Settings:
-    """Convert settings by section to dotted names."""
-    sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
-    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
 def _show(

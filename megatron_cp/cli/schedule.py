@@ -14,11 +14,11 @@ import numpy as np
 
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.data.formats.indexed import check_lengths, open_indexed, sequence_lengths
+from megatron_cp.data.lengths import lengths_from
 from megatron_cp.dynamic_cp.analysis.recorded import RecordedStep, read_step
 from megatron_cp.dynamic_cp.analysis.report import as_text, report
 from megatron_cp.dynamic_cp.cost import PRESETS
-from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, parse_lengths, read_lengths, sample_lengths
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp, smallest_cp_size
 from megatron_cp.dynamic_cp.scheduler.problem import TooLongError
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
@@ -89,21 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
     return parser
-
-
-def lengths_from(source: str) -> np.ndarray:
-    """Read lengths from a file; ValueError if the file is invalid."""
-    if source.endswith(".idx"):
-        files = open_indexed(source)
-        check_lengths(files)
-        lengths = sequence_lengths(files).astype(np.int64)
-        if lengths.max(initial=0) < 2:
-            raise ValueError(f"{source}: every document has fewer than two tokens, so there is nothing to predict")
-        return lengths[lengths >= 2]  # as training does
-    index = source.removesuffix(".bin") + ".idx"
-    if os.path.isfile(index) and (source.endswith(".bin") or not os.path.exists(source)):
-        raise ValueError(f"{source}: has no lengths. Fix: --lengths {index}")
-    return parse_lengths(sys.stdin.read().removeprefix("\ufeff"), "-") if source == "-" else read_lengths(source)
 
 
 def _complete(args: argparse.Namespace) -> None:

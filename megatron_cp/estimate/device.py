@@ -28,6 +28,7 @@ class Device:
 
     memory: bytes.
     gpus_per_node: GPUs connected by intra-node links.
+    cores: processor cores that the ranks of a node share; 0 if each rank has a device of its own.
     matmul_flops: peak FLOP/s of dense matrix products by number format.
     matmul_efficiency: fraction of the peak sustained by large products in training, by number format.
     attention_flops: FLOP/s of long causal attention, (forward, backward), counting visible pairs only.
@@ -36,7 +37,7 @@ class Device:
     memory_bandwidth: bytes/s of elementwise kernels and of matrix product operands.
     kernel_seconds: gap between two kernels on the GPU.
     launch_seconds: host time per kernel launch; limits the step when kernels are shorter.
-    host_serial: fraction of host time during which the GPU is idle, for example in synchronizing layers.
+    host_serial: fraction of host time during which the GPU is idle, for example in synchronizing layers; 1 on a CPU.
     step_seconds: constant overhead per step (data loading, gradient norm, logging).
     intra_bandwidth, inter_bandwidth: bytes/s per GPU within a node and between nodes.
     intra_latency, inter_latency: seconds per message or two-rank collective; n ranks take log2(n) times as long.
@@ -52,6 +53,7 @@ class Device:
     memory_bandwidth: float
     intra_bandwidth: float
     inter_bandwidth: float
+    cores: int = 0
     attention_half: float = 500.0
     score_bytes: float = 0.0
     kernel_seconds: float = 2e-6

@@ -6,14 +6,12 @@ A few scalars are fitted, each with a prior centred on the current value. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_cp.estimate.device import Device
-from megatron_cp.estimate.job import Job
-from megatron_cp.estimate.time import time_estimate
 
 # Fitted speeds: matrix products, attention, memory, host, intra-node links, inter-node links.
 SCALARS = ("matmul", "attention", "memory", "host", "intra", "inter")
@@ -27,10 +25,12 @@ class Fit:
     """A fitted device.
 
     ratios: predicted over measured seconds of each fitted job.
+    speeds: factor of each scalar, in the order of :data:`SCALARS`.
     """
 
     device: Device
     ratios: tuple[float, ...]
+    speeds: tuple[float, ...]
 
     @property
     def mean_error(self) -> float:
@@ -57,19 +57,19 @@ def scaled(device: Device, speeds: Sequence[float]) -> Device:
     )
 
 
-def fit_device(device: Device, jobs: Sequence[Job], seconds: Sequence[float], gpus_per_node: int | None = None) -> Fit:
+def fit_device(device: Device, predict: Callable[[Device], Sequence[float]], seconds: Sequence[float]) -> Fit:
     """Fit the device's scalars to measured step times, robustly.
 
     Each scalar has a log-normal prior centred on 1, so scalars without evidence stay unchanged. Residuals above three
     times the noise have linear (Huber) loss, which limits the effect of an outlier.
 
     Args:
+        predict: seconds per step of each job on a device.
         seconds: measured seconds per step of each job.
     """
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        changed = scaled(device, np.exp(logs).tolist())
-        predicted = [time_estimate(job, changed, gpus_per_node).seconds for job in jobs]
+        predicted = predict(scaled(device, np.exp(logs).tolist()))
         return np.log(np.asarray(predicted) / np.asarray(seconds, dtype=float))
 
     logs, step = np.zeros(len(SCALARS)), 1e-3
@@ -83,4 +83,5 @@ def fit_device(device: Device, jobs: Sequence[Job], seconds: Sequence[float], gp
         logs = logs + change * min(1.0, 0.5 / max(1e-9, float(np.abs(change).max())))
         if np.abs(change).max() < 1e-4:
             break
-    return Fit(scaled(device, np.exp(logs).tolist()), tuple(math.exp(each) for each in residuals(logs)))
+    speeds = tuple(np.exp(logs).tolist())
+    return Fit(scaled(device, speeds), tuple(math.exp(each) for each in residuals(logs)), speeds)

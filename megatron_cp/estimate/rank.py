@@ -9,7 +9,10 @@ from typing import NamedTuple
 from megatron_cp.estimate.device import Device
 from megatron_cp.estimate.links import Links
 
-ITEM = 2  # bytes of an activation in bf16
+
+def item_size(gemm: str) -> int:
+    """Return the bytes of an activation beside matrix products of a format."""
+    return 4 if gemm == "fp32" else 2
 
 
 class Work(NamedTuple):
@@ -83,9 +86,14 @@ class Rank:
     levels: tuple[int, ...] | None
     split: int
 
+    @property
+    def item(self) -> int:
+        """Bytes of an activation."""
+        return item_size(self.gemm)
+
     def moved(self, elements: float) -> float:
         """Estimate seconds of kernels that read or write ``elements`` in total."""
-        return elements * ITEM / self.device.memory_bandwidth
+        return elements * self.item / self.device.memory_bandwidth
 
     def products(self, *shapes: tuple[float, float, float], count: float = 1, backward: bool = False) -> Work:
         """Estimate matrix products of [m, k] by [k, n], each ``count`` times.
@@ -96,18 +104,18 @@ class Rank:
         are equal. Formats below 16 bits also need a cast of the operands.
         """
         device, bits16 = self.device, self.gemm in ("bf16", "fp32")
-        item = ITEM if bits16 else 1
+        item = self.item if bits16 else 1
         rate, bandwidth = device.matmul_rate(self.gemm), device.memory_bandwidth
         seconds = cast = 0.0
         for m, k, n in shapes:
             operations = 2 * m * k * n / rate
             if backward:  # input gradient; weight gradient, accumulated in float32
-                seconds += math.hypot(operations, (item * (m * n + k * n) + ITEM * m * k) / bandwidth)
+                seconds += math.hypot(operations, (item * (m * n + k * n) + self.item * m * k) / bandwidth)
                 seconds += math.hypot(operations, (item * (m * k + m * n) + 8 * k * n) / bandwidth)
             else:
-                seconds += math.hypot(operations, (item * (m * k + k * n) + ITEM * m * n) / bandwidth)
+                seconds += math.hypot(operations, (item * (m * k + k * n) + self.item * m * n) / bandwidth)
             if not bits16:
-                cast += 2 * ITEM * m * (n if backward else k)
+                cast += 2 * self.item * m * (n if backward else k)
         products = (2 if backward else 1) * len(shapes) * count
         kernels = products * (1 if bits16 else 2)
         return Work(count * seconds, 0.0, count * cast / bandwidth, kernels=kernels)
@@ -116,5 +124,5 @@ class Rank:
         """Estimate ``gathers`` all-gathers or reduce-scatters of [tokens, width]."""
         if self.tp == 1:
             return NOTHING
-        one = self.links.gather(self.tp, 1, self.tokens * width * ITEM)
+        one = self.links.gather(self.tp, 1, self.tokens * width * self.item)
         return Work(tp=gathers * one * (1 - self.device.overlap["tp"]), kernels=gathers)

@@ -15,13 +15,17 @@ from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.keys import model_key
 from megatron_cp.estimate.links import Links
 from megatron_cp.estimate.memory.stages import chunks_of_stages
-from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work
+from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work, item_size
 from megatron_cp.estimate.work import loss_work, work_of
 from megatron_cp.models.vocabulary import padded_vocab_size
 
 # Bytes moved by Adam per parameter of a rank's shard: gradient, master weight and both moments, read and written.
 ADAM_BYTES = 32
 GRADIENT_BYTES = 8  # per parameter of a rank: zeroed once, read once for the norm
+
+
+# Kinds of time in which a rank only waits. Messages between processes take a core's time, too.
+_WAITS = {"bubble", "imbalance"}
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,36 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
     }
     busy = sum(kinds[each] for each in kinds if each not in ("exposed dp", "exposed pp", "bubble", "optimizer"))
     kinds["host"] = max(0.0, count * max(times) - busy) + device.step_seconds
+    if device.cores:
+        coupled, balance = layout.tp * layout.cp * layout.ep * layout.etp, sum(times) / len(times) / max(times)
+        kinds = on_shared_cores(kinds, device.cores, min(layout.world_size, links.per_node), coupled, balance)
     documents, copies = _documents(job)
     key = (*model_key(job.model), job.vocab_size, documents)
     if key not in _FLOPS:
         _FLOPS[key] = training_flops(job.model, job.vocab_size, documents)
     return TimeEstimate(kinds, _FLOPS[key] * copies * count * layout.dp)
+
+
+def on_shared_cores(
+    kinds: Mapping[str, float], cores: int, ranks: int, coupled: int, balance: float = 1.0
+) -> dict[str, float]:
+    """Return seconds by kind where the ranks of a node share its processor cores.
+
+    A waiting rank leaves its core to the others. So a step takes at least the work of all ranks over the cores, and
+    gaps add to that only as far as the other ranks do not fill them.
+
+    Args:
+        ranks: ranks on a node.
+        coupled: ranks that wait for each other in every layer.
+        balance: mean over maximum of the stages' work.
+    """
+    work = {kind: seconds for kind, seconds in kinds.items() if kind not in _WAITS}
+    waits = {kind: seconds for kind, seconds in kinds.items() if kind in _WAITS}
+    alone = max(1.0, min(coupled, ranks) / cores)
+    rounds = max(alone, ranks * balance / cores)
+    hidden = (rounds - alone) * sum(work.values())
+    left = max(0.0, 1 - hidden / (sum(waits.values()) or 1.0))
+    return {kind: seconds * rounds for kind, seconds in work.items()} | {k: v * left for k, v in waits.items()}
 
 
 def _documents(job: Job) -> tuple[tuple[int, ...], int]:
@@ -201,7 +230,7 @@ def _exposed_pp(job: Job, links: Links, device: Device) -> float:
         return 0.0
     stride = layout.world_size // layout.pp if layout.order == "tp-cp-ep-dp-pp" else layout.tp * layout.cp
     split = layout.tp if model.sequence_parallel else 1
-    held = job.tokens_per_rank * model.hidden_size * 2 / split
+    held = job.tokens_per_rank * model.hidden_size * item_size(job.gemm) / split
     virtual = model.virtual_pipeline_model_parallel_size or 1
     overlapped = virtual > 1 and model.overlap_p2p_comm is not False
     exposed = 1 - device.overlap["pp"] if overlapped else 1.0
@@ -221,7 +250,7 @@ def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tupl
         sharded = job.optimizer.use_distributed_optimizer
         one = links.gather(size, stride, weights)
         reduced += one * item * (1 if sharded else 2)
-        gathered += one * 2 if sharded else 0.0
+        gathered += one * item_size(job.gemm) if sharded else 0.0
         moved += weights * (GRADIENT_BYTES + ADAM_BYTES / (size if sharded else 1))
     # Gradient messages overlap the last backward pass, weight messages the first forward pass.
     hidden = device.overlap["dp"] * stage.backward.seconds if job.ddp.overlap_grad_reduce else 0.0

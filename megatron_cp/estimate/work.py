@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron_cp.attention.transports.registry import HEADS, RING, Transport, known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.flops import head_dims
-from megatron_cp.estimate.rank import ITEM, NOTHING, Passes, Rank, Work
+from megatron_cp.estimate.rank import NOTHING, Passes, Rank, Work
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
 EXPERT_KERNELS = 200  # kernel launches of routing and sorting, per layer and pass
@@ -120,9 +120,10 @@ def _exchanged(
     of_heads = rank.cp // ring
     seconds = 0.0
     if HEADS in transport.levels and of_heads > 1:
-        seconds += links.exchange(of_heads, rank.tp, rank.tokens * (queries + keys) * ITEM)
+        for elements in (queries / 2 + keys, queries / 2):  # queries, keys and values; then outputs
+            seconds += links.exchange(of_heads, rank.tp, rank.tokens * elements * rank.item)
     if ring > 1:
-        stride, held = rank.tp * of_heads, rank.tokens * keys * ITEM * (2 if backward else 1)
+        stride, held = rank.tp * of_heads, rank.tokens * keys * rank.item * (2 if backward else 1)
         if transport.hops or transport.hierarchical:
             hidden = rank.device.overlap["cp"] * attention * (ring - 1) / ring
             seconds += max(rank.device.intra_latency, (ring - 1) * links.hop(ring, stride, held) - hidden)
@@ -167,7 +168,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     rows = arrived / local
     shapes = [(rows, hidden, width * (2 if model.gated_linear_unit else 1)), (rows, width, hidden)]
     weights = local * sum(k * n for _, k, n in shapes)
-    sent = rank.tokens / rank.tp * topk * hidden * ITEM
+    sent = rank.tokens / rank.tp * topk * hidden * rank.item
     exchanged = 2 * rank.links.exchange(rank.ep, rank.etp, sent) * (1 - rank.device.overlap["ep"])
     exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
     passes, active = [], []
@@ -206,7 +207,7 @@ def _mamba(model: ModelConfig, rank: Rank) -> Passes:
     passes = []
     for back in (False, True):
         scan = 5 * inner * shape.state_dim * tokens * (2 if back else 1) / rank.device.attention_flops[back]
-        exchanged = rank.links.exchange(rank.cp, rank.tp, tokens * (projected + inner) * ITEM)
+        exchanged = rank.links.exchange(rank.cp, rank.tp, tokens * (projected + inner) * rank.item)
         moved = rank.moved((12 if back else 6) * tokens * (projected + inner))
         core = Work(elementwise=moved + scan, cp=exchanged, kernels=12)
         passes.append(rank.products(*shapes, backward=back).plus(core).plus(_around(model, rank, back)))

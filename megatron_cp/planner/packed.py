@@ -17,6 +17,7 @@ from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.estimate.job import Job, TimeEstimate
+from megatron_cp.estimate.time import on_shared_cores
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
@@ -39,11 +40,15 @@ def packed_job(case: Case, lengths: Sequence[int]) -> Job:
     return replace(job, micro_batch_size=1, global_batch_size=count * job.layout.dp)
 
 
-def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
+def packed_time(case: Case, lengths: Sequence[int], time: Time, cores: int = 0) -> TimeEstimate:
     """Schedule the samples of a global batch and simulate the step.
 
     Compute time is divided among kinds by the shares over all samples. ``imbalance`` is idle time: ranks that wait for
     other ranks or for the pipeline to fill.
+
+    Args:
+        time: estimate for ranks that share no cores.
+        cores: processor cores that all ranks share; 0 if each has its own.
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
@@ -68,7 +73,11 @@ def packed_time(case: Case, lengths: Sequence[int], time: Time) -> TimeEstimate:
     kinds = {kind: useful * seconds for kind, seconds in work.items()}
     kinds["exposed cp"] = simulated.overhead * simulated.seconds
     kinds["imbalance"] = simulated.idle * simulated.seconds
-    return TimeEstimate(kinds | once, flops)
+    kinds |= once
+    if cores:
+        coupled = layout.tp * (1 if model.dynamic_context_parallel else layout.cp)
+        kinds = on_shared_cores(kinds, cores, layout.world_size, coupled)
+    return TimeEstimate(kinds, flops)
 
 
 def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:

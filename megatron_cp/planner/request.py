@@ -82,7 +82,7 @@ def check_vocabulary(case: Case) -> None:
 
 def environment_of(device: Device, gpus_per_node: int) -> Environment:
     """Return the environment for the rules: these GPUs, all packages installed."""
-    if device.name == "cpu":
+    if device.name.startswith("cpu"):
         return PRESETS["cpu"]
     found = [capability for name, capability in _CAPABILITIES if device.name.lower().startswith(name)]
     return replace(
@@ -91,6 +91,12 @@ def environment_of(device: Device, gpus_per_node: int) -> Environment:
         compute_capability=found[0] if found else 9.0,
         gpu_memory_gib=device.memory / 2**30,
     )
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Convert settings by section to dotted names."""
+    sections = {section: values for section, values in settings.items() if isinstance(values, dict)}
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
 def laid_over(recipe: dict[str, Any], settings: dict[str, Any], gpus: int) -> str:
