@@ -140,7 +140,7 @@ def test_benchmarks_take_what_they_are_called_with(tmp_path: Path, monkeypatch: 
 
     modules = {"gpu_pretrain": gpu_pretrain, "gpu_attention": gpu_attention, "device_rates": device_rates}
     for name, module in modules.items():
-        monkeypatch.setattr(module, "told_rates_of_products" if name == "gpu_attention" else "start_logging", stop)
+        monkeypatch.setattr(module, "print_matmul_rates" if name == "gpu_attention" else "start_logging", stop)
     calls = [call.split() for call in run(tmp_path)[2] if call.startswith("benchmarks/")]
     assert {Path(program).stem for program, *_ in calls} == set(modules)
     for program, *arguments in calls:

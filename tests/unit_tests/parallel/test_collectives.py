@@ -21,10 +21,10 @@ def _builds(folders: list[Path]) -> int:
     node, os.environ["LOCAL_RANK"] = map(str, divmod(int(os.environ["RANK"]), RANKS_PER_NODE))
     builds = []
 
-    def fill(aside: Path) -> None:
-        builds.append(aside)
+    def fill(partial: Path) -> None:
+        builds.append(partial)
         time.sleep(0.3)  # nodes that build at once would all begin before one ends
-        (aside / "index").write_text("built")
+        (partial / "index").write_text("built")
 
     folder = folders[int(node)]
     run_once_per_node(lambda: build_cached(fill, folder))

@@ -103,10 +103,10 @@ def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.
         "te": (missing, given),
         "sdpa": (gpu_attention.sdpa, given),
     }
-    assert list(gpu_attention.those_that_work(ways)) == ["ours", "sdpa"]
+    assert list(gpu_attention.usable(ways)) == ["ours", "sdpa"]
     assert "te: RuntimeError: No available kernel." in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="No available kernel"):
-        gpu_attention.those_that_work({"ours": (missing, given)})
+        gpu_attention.usable({"ours": (missing, given)})
 
 
 def test_the_rates_of_a_device_are_found_in_its_times() -> None:

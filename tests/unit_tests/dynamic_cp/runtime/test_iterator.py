@@ -35,7 +35,7 @@ class Counting(MockVarlenDataset):
 def batches(source: MockVarlenDataset, num_steps: int | None) -> DynamicBatches:
     groups = SimpleNamespace(position=0)
     scheduler = lambda lengths, cost: schedule(lengths, 2, 64, cost=cost)  # noqa: E731
-    return DynamicBatches(source, 10, scheduler, groups, keep_step=False, num_steps=num_steps)  # type: ignore[arg-type]
+    return DynamicBatches(source, 10, scheduler, groups, lockstep=False, num_steps=num_steps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_steps", "asked"), [(None, 30), (3, 30), (2, 20), (0, 20)])

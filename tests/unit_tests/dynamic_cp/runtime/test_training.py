@@ -58,7 +58,7 @@ def train(
         BATCH,
         scheduler,
         groups,
-        keep_step=model.pipeline_model_parallel_size > 1,
+        lockstep=model.pipeline_model_parallel_size > 1,
         device=run.device,
     )
     batches.load_state_dict({"consumed_samples": skip * BATCH})

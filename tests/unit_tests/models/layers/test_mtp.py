@@ -277,7 +277,7 @@ def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True,
         12,
         lambda lengths, cost: make(lengths, cost=cost, **options),
         groups,
-        keep_step=model.pipeline_model_parallel_size > 1,
+        lockstep=model.pipeline_model_parallel_size > 1,
         device=run.device,
     )
     losses, sizes = [], set()

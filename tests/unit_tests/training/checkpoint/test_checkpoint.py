@@ -201,7 +201,7 @@ def failing_save(overrides: dict[str, Any], folder: str) -> str:
     run.progress.iteration = 1
     save_checkpoint(run, folder, {})
 
-    def full(aside: Path, final: Path) -> None:
+    def full(partial: Path, final: Path) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoint.put_in_place = full
