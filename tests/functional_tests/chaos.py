@@ -1,11 +1,11 @@
-"""Kill, freeze and signal real launched runs at random moments; each must end, and go on to bit-identical losses.
+"""Kill, freeze and signal real launched runs at random moments; each must end and resume to bit-identical losses.
 
     python -m tests.functional_tests.chaos --count 200 --seed 1 [--keep FOLDER]
 
 A tiny model trains under each launcher in turn: ``megatron_cp.torchrun`` and ``torchrun`` with two ranks, and
-``megatron-cp train`` with one. It saves every tenth iteration, in turns at once and in the background. Each restart is
-both the recovery from the last strike and the victim of the next. A run that reaches its end is compared with an
-undisturbed run, and a new one begins. Exit code 1 if anything failed.
+``megatron-cp train`` with one. It saves every tenth iteration, alternately in the foreground and in the background.
+Each restart tests the recovery from the previous strike, and is the target of the next. A finished run is compared with
+an uninterrupted run, and a new one begins. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOMENTS = ("start-up", "training", "saving")
 
 @dataclass
 class Strike:
-    """What is done to a run, and what went wrong after it."""
+    """One strike at a run, and the problems after it."""
 
     action: str
     target: str
@@ -50,16 +50,16 @@ class Strike:
 
 @dataclass
 class Chain:
-    """Lives in one run folder after the other, with one number of ranks."""
+    """Consecutive launches in one run folder after the other, with one number of ranks."""
 
     home: Path
     ranks: int
     data: tuple[str, ...]
     reference: list[float] = field(default_factory=list)
-    unproven: list[Strike] = field(default_factory=list)  # whose recovery no life has shown yet
+    unproven: list[Strike] = field(default_factory=list)  # strikes whose recovery is not yet tested
     lives: int = 0
     folders: int = 1
-    seconds_to_train: float = 8.0  # from the start of the last life that came so far
+    seconds_to_train: float = 8.0  # from the start of the last launch that got this far
 
     @property
     def folder(self) -> Path:
@@ -80,7 +80,7 @@ class Chain:
         self.reference = losses_of(folder)
 
     def has_ended(self, life: Life, problems: list[str], strike: Strike | None, tell: Callable[[str], None]) -> bool:
-        """Judge an ended life, and begin a new folder where this one has come to its end or to grief."""
+        """Judge an ended launch, and begin a new folder if this one is complete or broken."""
         problems = problems + life.problems_of_the_end(self.reference)
         came_to_train = life.trains or life.code == 0
         if strike is None and life.code != 0:
@@ -97,7 +97,7 @@ class Chain:
 
 
 def deck(draw: random.Random) -> Iterator[tuple[str, str, str]]:
-    """All kinds of strikes in random order, again and again."""
+    """Yield all kinds of strikes in random order, endlessly."""
     while True:
         kinds = list(itertools.product(ACTIONS, TARGETS, MOMENTS))
         draw.shuffle(kinds)
@@ -105,7 +105,7 @@ def deck(draw: random.Random) -> Iterator[tuple[str, str, str]]:
 
 
 def strike_down(life: Life, strike: Strike, chain: Chain, draw: random.Random) -> bool:
-    """Wait for the moment and strike; returns False where the life ended before."""
+    """Wait for the moment and strike; return False if the launch ended before."""
     if strike.moment == "start-up":
         pause = draw.uniform(0.1, chain.seconds_to_train)
         life.wait_until(lambda: life.trains, pause)
@@ -130,14 +130,14 @@ def strike_down(life: Life, strike: Strike, chain: Chain, draw: random.Random) -
     return True
 
 
-def goes_on(life: Life) -> bool:
-    """Whether a run writes the numbers of another iteration; False where it ends instead."""
+def continues(life: Life) -> bool:
+    """Return whether a run writes the numbers of another iteration; False if it ends instead."""
     now = time.time_ns()
     return life.wait_until(lambda: life.has_trained_since(now))
 
 
 def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print) -> list[Strike]:
-    """Strike ``count`` times; returns all strikes, with what went wrong."""
+    """Strike ``count`` times; return all strikes with their problems."""
     draw = random.Random(seed)
     kinds, launchers = deck(draw), itertools.cycle(LAUNCHERS)
     data = (f"dataset.data_path={paragraphs(home)}",)
@@ -163,7 +163,7 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
             if struck:
                 strikes.append(strike)
                 chain.unproven.append(strike)
-                if action == THAW and goes_on(life):
+                if action == THAW and continues(life):
                     tell(f"{len(strikes)}: {', '.join(strike.kind)}: goes on")
                     continue
             left = life.wait_for_the_end(ENDS_WITHIN if struck else ENDS_WITHIN + 60)
@@ -187,7 +187,7 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
 
 
 def table(strikes: list[Strike]) -> str:
-    """Tried and held by kind, and each failure."""
+    """List strikes and recoveries by kind, and each failure."""
     by_kind: dict[tuple[str, ...], list[Strike]] = defaultdict(list)
     for strike in strikes:
         by_kind[strike.kind].append(strike)
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
         help="keep run folders and output there, also if all held",
     )
     options = parser.parse_args(argv)
-    # Started in the background or under nohup, this process would hand "ignore this signal" on to the runs.
+    # In the background or under nohup this process ignores signals, and the runs would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     home = Path(options.keep or tempfile.mkdtemp(prefix="chaos-")).absolute()

@@ -1,8 +1,8 @@
-"""Mutated inputs: every command ends with 0, 1 or 2, soon, in little memory, without a traceback or files elsewhere.
+"""Fuzz inputs: every command exits with 0, 1 or 2, quickly, in little memory, without a traceback or stray files.
 
-``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` makes a small valid input of each kind once. Each
-case changes one or two files (or arguments) and runs the command that reads them in a process forked from this one. A
-case depends on the seed and its number alone. A failure prints the command that repeats it, and keeps its folder.
+``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` creates a small valid input of each kind once.
+Each case changes one or two files (or arguments) and runs the command that reads them in a process forked from this
+one. A case depends only on the seed and its number. A failure prints the command that repeats it, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that did not end as it has to."""
+    """Case that did not end as required."""
 
     number: int
     kind: str
@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What came of the cases of each kind: exit codes (None for failures)."""
+    """Results of the cases of each kind: exit codes (None for failures)."""
 
     counts: Counter[tuple[str, int | None]]
     failures: list[Failure]
@@ -74,9 +74,9 @@ def fuzz(
     limits: Limits = _LIMITS,
     told: Callable[[Failure], None] = lambda failure: None,
 ) -> Tally:
-    """Try ``count`` cases, or the one numbered ``only``; those that fail are kept in ``folder``.
+    """Run ``count`` cases, or only case ``only``; keep failed cases in ``folder``.
 
-    ``valid``: nothing is changed, so that each case has to end with 0.
+    ``valid``: change nothing, so each case must exit with 0.
     """
     _warm()
     made = folder / "examples"

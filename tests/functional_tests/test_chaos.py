@@ -1,4 +1,4 @@
-"""Real launched runs, struck at random moments, go on; and ``chaos`` notices what it is there to notice."""
+"""Real launched runs resume after random strikes, and ``chaos`` detects faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_chaos(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, losses: list[float], saved: int) -> list[str]:
-    """The problems of a shell script that stands for a run which left these losses and this newest checkpoint."""
+    """List problems of a shell script that stands for a run with these losses and this newest checkpoint."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("0")

@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md: their diffs apply, and (slow) what they say to run passes."""
+"""The how-tos of CONTRIBUTING.md: their diffs apply, and (slow) their commands pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOW_TOS = {title: text for title, _, text in (section.partition("\n") for sectio
 
 
 def blocks_of(title: str) -> dict[str, str]:
-    """The diff, and under "" the commands."""
+    """Return the diff, and under "" the commands."""
     return dict(re.findall(r"^```(\w*)\n(.*?)^```$", HOW_TOS[title], flags=re.DOTALL | re.MULTILINE))
 
 
@@ -26,7 +26,7 @@ def diff_of(title: str) -> str:
 
 
 def commands_of(title: str) -> list[str]:
-    """The lines of Python behind the diff; set-up and whole suites are left out."""
+    """Return the lines of Python after the diff, without set-up and whole suites."""
     return [line for line in blocks_of(title)[""].splitlines() if line.startswith("python ")]
 
 

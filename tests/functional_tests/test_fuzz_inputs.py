@@ -1,4 +1,4 @@
-"""A few mutated inputs of every kind; what a case needs is made once, and nothing changed ends with 0."""
+"""A few mutated inputs of every kind; inputs are created once, and an unchanged input exits with 0."""
 
 import os
 import time
@@ -68,7 +68,7 @@ def test_a_changed_input_of_every_kind(folder: Path) -> None:
 
 
 def test_a_case_depends_on_its_number_alone(folder: Path, tmp_path: Path) -> None:
-    """Alone, a case is the one that it was among others."""
+    """A case alone equals the same case among others."""
     arguments = []
     for number in (3, 3):
         tally = fuzz_inputs.fuzz(100, seed=9, kinds=["overrides"], folder=folder, only=number)

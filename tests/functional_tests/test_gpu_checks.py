@@ -1,4 +1,4 @@
-"""``scripts/gpu_checks.sh``: what it would run where a GPU is, with a stand-in for the interpreter."""
+"""``scripts/gpu_checks.sh``: the commands that it runs, with a stand-in for the interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_cp.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ["look", "verify", "train", "pretrain", "attention", "rates", "profile", "tests", "larger"]
-# Writes down how it was called; what its arguments have a file for is run by that file's text.
+# Records its arguments. If a file exists for one of them, runs the text of that file.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$*" >> "$FOLDER/calls"
 for file in "$FOLDER"/when.*; do
@@ -31,7 +31,7 @@ echo "what it found"
 
 
 def run(folder: Path, *arguments: str, **when: str) -> tuple[int, str, list[str]]:
-    """Exit code, output and calls; ``when``: what the interpreter does, called with such a word."""
+    """Return exit code, output and calls. ``when``: behavior of the interpreter for calls with this word."""
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -74,7 +74,7 @@ def test_only_those_that_are_named_run_in_the_usual_order(tmp_path: Path) -> Non
 
 def test_no_more_time_than_is_given(tmp_path: Path) -> None:
     began = time.monotonic()
-    # It is told, as pytest is, and what it leaves behind would hold the log open.
+    # The check gets the signal, as pytest does. A process left behind would hold the log open.
     slow = "trap 'echo summed up; exit 1' INT; sleep 60 & wait"
     code, text, calls = run(tmp_path, "--seconds", "7", "look", "verify", "rates", verify=slow)
     assert code == 1 and time.monotonic() - began < 50

@@ -1,6 +1,6 @@
-"""The silent faults that users of context parallelism have met upstream: each made right or refused, and kept so.
+"""Silent faults of context parallelism upstream: each is corrected or refused here.
 
-Those with a test of their own elsewhere:
+Faults with tests in other files:
 
 - groups of an earlier run that outlive it: ``unit_tests/training/layouts/test_decentralized_pg.py``,
   ``test_nothing_stale_remains_after_another_initialization``;
@@ -43,7 +43,7 @@ def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
 
 
 def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
+    """Return this rank's next dropout mask, and sums of all weights before and after two steps with dropout."""
     run = setup(tiny_config(**overrides, model__hidden_dropout=0.3), VOCAB)
     dataset = build_datasets(run.config.dataset, build_tokenizer(run.config.tokenizer), 8).train
     mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()

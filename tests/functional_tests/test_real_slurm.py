@@ -1,4 +1,4 @@
-"""The Slurm script under Slurm itself: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
+"""The Slurm script under a real Slurm: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
 
 import getpass
 import os
@@ -57,7 +57,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 @pytest.fixture
 def slurm() -> Iterator[Callable[..., str]]:
-    """Calls a command of Slurm and returns what it prints."""
+    """Call a command of Slurm and return its output."""
     folder = Path(tempfile.mkdtemp(prefix="slurm"))  # sockets' paths are short
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
@@ -118,7 +118,7 @@ def wait_for(done: Callable[[], Any], seconds: float = 240) -> Any:
 
 
 def cores_of_ranks(job: str) -> list[int]:
-    """How many cores each process of this job that is a rank may use."""
+    """Return the number of cores available to each rank process of this job."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -135,8 +135,10 @@ def has_trained(log: Path) -> bool:
 
 
 def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """Two nodes of two ranks, each rank on any of its node's cores; what Slurm sends before a time limit. A second job
-    waits for the first one's end, whatever that is."""
+    """Two nodes of two ranks, each rank on any core of its node. Slurm signals the job before its time limit.
+
+    A second job starts after the first has ended for any reason.
+    """
     run, saved = tmp_path / "run", 0
     options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--dependency=singleton"]
     settings = ["--recipe", "llama_tiny_pretrain_config", f"checkpoint.save={run}", "train.train_iters=5000"]
@@ -158,7 +160,7 @@ def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[.
 
 
 def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """As Megatron-Bridge's scripts are started: one task a rank, and no torchrun."""
+    """Start ranks as Megatron-Bridge's scripts do: one task per rank, without torchrun."""
     run, log = tmp_path / "run", tmp_path / "log"
     train = f"{sys.executable} scripts/training/run_recipe.py --recipe llama_tiny_pretrain_config checkpoint.save={run}"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", f"--output={log}"]
