@@ -155,6 +155,6 @@ def test_the_table_is_right(transport: str) -> None:
 
 def test_odd_numbers_of_heads_are_taken_until_they_are_not() -> None:
     case = replace(DENSE, heads=3, kv_heads=3, seq_length=60)
-    results = run_ranks(tried, 3, case, "a2a")
+    results = run_ranks(attempt, 3, case, "a2a")
     exact = all(isinstance(result, float) and result < 1e-5 for result in results)
     assert exact == (parse_version(VERSION) < parse_version(EVEN_HEADS)), results
