@@ -71,12 +71,12 @@ class Chain:
         log = self.home / f"{self.folder.name}-life{self.lives:04}.log"
         return Life(launcher, self.folder, log, *self.data, asynchronous)
 
-    def run_undisturbed(self) -> None:
+    def run_uninterrupted(self) -> None:
         launcher = LAUNCHERS[0] if self.ranks == 2 else LAUNCHERS[2]
-        folder = self.home / f"undisturbed{self.ranks}"
+        folder = self.home / f"uninterrupted{self.ranks}"
         life = Life(launcher, folder, folder.with_suffix(".log"), *self.data, "checkpoint.save_interval=null")
         life.wait_for_the_end(600)
-        assert life.code == 0, f"the undisturbed run failed: {life}\n{life.text[-3000:]}"
+        assert life.code == 0, f"the uninterrupted run failed: {life}\n{life.text[-3000:]}"
         self.reference = losses_of(folder)
 
     def has_ended(self, life: Life, problems: list[str], strike: Strike | None, tell: Callable[[str], None]) -> bool:
@@ -143,7 +143,7 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
     data = (f"dataset.data_path={paragraphs(home)}",)
     chains = {ranks: Chain(home, ranks, data) for ranks in (1, 2)}
     for chain in chains.values():
-        chain.run_undisturbed()
+        chain.run_uninterrupted()
     strikes: list[Strike] = []
     life: Life | None = None
     try:

@@ -145,7 +145,7 @@ class Life:
             return [*problems, f"metrics.jsonl: {error}"]
         if losses != reference[: len(losses)]:
             first = next(i for i, (a, b) in enumerate(zip(losses, reference, strict=False), 1) if a != b)
-            problems.append(f"the loss of iteration {first} differs from the undisturbed run's")
+            problems.append(f"the loss of iteration {first} differs from the uninterrupted run's")
         latest = latest_iteration(self.folder) or 0
         if latest < self.resumes_at:
             problems.append(f"the newest checkpoint is {latest}, and was {self.resumes_at}")

@@ -72,7 +72,7 @@ def fuzz(
     only: int | None = None,
     valid: bool = False,
     limits: Limits = _LIMITS,
-    told: Callable[[Failure], None] = lambda failure: None,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> Tally:
     """Run ``count`` cases, or only case ``only``; keep failed cases in ``folder``.
 
@@ -103,7 +103,7 @@ def fuzz(
             tally.counts[kind, None if ended.problems else ended.code] += 1
             if ended.problems:
                 tally.failures.append(failure := Failure(number, kind, arguments, ended))
-                told(failure)
+                on_failure(failure)
             elif only is None:
                 shutil.rmtree(folder / f"case{number}")
         time.sleep(0.002)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     kinds = [] if args.kind == list(KINDS) else ["--kind", *args.kind]
 
-    def tell(failure: Failure) -> None:
+    def report_failure(failure: Failure) -> None:
         again = ["--seed", str(args.seed), "--only", str(failure.number), *kinds, "--keep", str(folder)]
         print(f"case {failure.number}, {failure.kind}: {'; '.join(failure.ended.problems)}")
         print(f"    {shlex.join(failure.arguments)[:400]}\n    in {folder / f'case{failure.number}'}")
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only=args.only,
         valid=args.valid,
         limits=Limits(seconds=args.seconds),
-        told=tell,
+        on_failure=report_failure,
     )
     print(f"{tally.table()}\nseed {args.seed}, {time.monotonic() - began:.0f} s")
     if not tally.failures and args.keep is None and args.only is None:

@@ -87,7 +87,7 @@ class Soak:
     """Result. rss: resident bytes of each rank at a tenth and at the end of the uninterrupted run."""
 
     losses: list[float]
-    undisturbed: list[float]
+    uninterrupted: list[float]
     lives: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[int, int]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Soak:
     @property
     def worst(self) -> float:
         """Return the largest relative difference of a loss from the uninterrupted run's."""
-        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.undisturbed, strict=True))
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.uninterrupted, strict=True))
 
     @property
     def growth(self) -> float:
@@ -153,10 +153,10 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
         return run_ranks(live, layout[0], str(folder), arguments, doom, iterations, timeout=1800, grace=20)
 
     began = time.monotonic()
-    lives = one_life("undisturbed", LAYOUTS[kind][0], None)
+    lives = one_life("uninterrupted", LAYOUTS[kind][0], None)
     assert {code for code, _ in lives} == {0}, (folder / "stderr0").read_text()[-3000:]
-    tell(f"undisturbed: {iterations} iterations in {time.monotonic() - began:.0f} s")
-    result = Soak([], losses_of(folder / "undisturbed"), rss=[(rss[0], rss[1]) for _, rss in lives])
+    tell(f"uninterrupted: {iterations} iterations in {time.monotonic() - began:.0f} s")
+    result = Soak([], losses_of(folder / "uninterrupted"), rss=[(rss[0], rss[1]) for _, rss in lives])
     while True:
         layout = draw.choice(LAYOUTS[kind])
         start = latest_iteration(folder / "run") or 0

@@ -30,7 +30,7 @@ def commands_of(title: str) -> list[str]:
     return [line for line in blocks_of(title)[""].splitlines() if line.startswith("python ")]
 
 
-def test_there_are_five() -> None:
+def test_there_are_five_how_tos() -> None:
     assert len(HOW_TOS) == 5 and all(map(commands_of, HOW_TOS))
 
 
@@ -48,7 +48,7 @@ def install_megatron_core(requirement: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("title", HOW_TOS)
-def test_what_it_says_to_run_passes(title: str, tmp_path: Path) -> None:
+def test_the_commands_pass(title: str, tmp_path: Path) -> None:
     clone, packages = tmp_path / "clone", tmp_path / "packages"
     clone.mkdir()
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout

@@ -45,11 +45,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("problem", FAULTS)
-def test_each_fault_is_seen(tmp_path: Path, problem: str) -> None:
+def test_each_fault_is_detected(tmp_path: Path, problem: str) -> None:
     assert problem in "; ".join(end_of(tmp_path, FAULTS[problem], 1.0 if "longer" in problem else 30.0).problems)
 
 
-def test_a_good_end_has_no_problems(tmp_path: Path) -> None:
+def test_a_clean_exit_has_no_problems(tmp_path: Path) -> None:
     def command() -> int:
         Path("out/x").touch()
         return cli.main(["recipes"])

@@ -55,7 +55,7 @@ def test_every_machine_gets_a_layout_that_runs(gpus: int, tmp_path: Path) -> Non
     assert [str(v) for v in check(config, ranks, ranks if gpus else None) if v.severity == "error"] == []
 
 
-def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
+def test_suggested_commands_run(tmp_path: Path) -> None:
     run = tmp_path / "run-001"
     run.mkdir()
     lines = (

@@ -36,7 +36,7 @@ SETTINGS = settings(
 
 @given(configurations())
 @settings(SETTINGS, derandomize=True)
-def test_a_fixed_sample_of_accepted_layouts_is_right(drawn: tuple[int, Overrides]) -> None:
+def test_a_fixed_sample_of_accepted_layouts_trains_like_one_rank(drawn: tuple[int, Overrides]) -> None:
     accepted_layout_is_right(drawn)
 
 
@@ -44,5 +44,5 @@ def test_a_fixed_sample_of_accepted_layouts_is_right(drawn: tuple[int, Overrides
 @pytest.mark.timeout(3600)
 @given(configurations())
 @settings(SETTINGS, max_examples=200)
-def test_two_hundred_fresh_accepted_layouts_are_right(drawn: tuple[int, Overrides]) -> None:
+def test_two_hundred_new_accepted_layouts_train_like_one_rank(drawn: tuple[int, Overrides]) -> None:
     accepted_layout_is_right(drawn)

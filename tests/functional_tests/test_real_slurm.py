@@ -134,7 +134,7 @@ def has_trained(log: Path) -> bool:
     return log.exists() and " iteration " in log.read_text()
 
 
-def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
+def test_a_signalled_job_saves_and_the_next_resumes(slurm: Callable[..., str], tmp_path: Path) -> None:
     """Two nodes of two ranks, each rank on any core of its node. Slurm signals the job before its time limit.
 
     A second job starts after the first has ended for any reason.

@@ -43,10 +43,10 @@ def workers(launcher: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
+def test_max_restarts_resumes_automatically(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    undisturbed = command(tmp_path / "undisturbed", "--standalone")
-    subprocess.run(undisturbed, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=500)
+    uninterrupted = command(tmp_path / "uninterrupted", "--standalone")
+    subprocess.run(uninterrupted, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=500)
     again = command(tmp_path / "again", "--standalone", "--max-restarts=2")
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(again, cwd=ROOT, env=environment, stderr=log, stdout=log)
@@ -64,7 +64,7 @@ def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
     text = (tmp_path / "log").read_text()
     assert text.count("resumed from iteration") == 2, text[-3000:]
     assert "rank 1 does not answer (killed, crashed or frozen)" in text, text[-3000:]
-    assert losses(tmp_path / "again") == losses(tmp_path / "undisturbed")
+    assert losses(tmp_path / "again") == losses(tmp_path / "uninterrupted")
     assert len(losses(tmp_path / "again")) == 400
 
 
@@ -121,7 +121,7 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
-def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module: str) -> None:
+def test_a_run_on_two_nodes_resumes_after_a_rank_dies(tmp_path: Path, module: str) -> None:
     """torchrun keeps one store for both starts, with what the dead wrote, and only one node counts the failure."""
     with closing(Nodes(tmp_path, module)) as nodes:
         nodes.launch()
@@ -132,7 +132,7 @@ def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module:
 
 
 @pytest.mark.slow
-def test_another_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> None:
+def test_another_machine_replaces_a_lost_one(tmp_path: Path) -> None:
     with closing(Nodes(tmp_path, "megatron_cp.torchrun")) as nodes:
         nodes.launch()
         time.sleep(3.0)  # it keeps the launchers' store: without that machine there is nothing to go on with
@@ -147,7 +147,7 @@ def test_another_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_asked_to_stop_lets_the_run_save(tmp_path: Path) -> None:
+def test_a_signalled_launcher_lets_the_run_save(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(

@@ -81,7 +81,7 @@ def test_without_gpus(setup):
 
 
 @pytest.mark.parametrize("version", [(3, 11, 9), pytest.param((3, 15, 0), marks=pytest.mark.slow)])
-def test_a_python_without_wheels_is_passed_over(setup, version):
+def test_a_python_without_wheels_is_skipped(setup, version):
     python = setup.tools / "python3.12"
     python.write_text(PYTHON.format(python=sys.executable, version=version))
     python.chmod(0o755)
@@ -137,7 +137,7 @@ def test_kernels_are_tried_in_the_version_that_is_installed():
 
 
 @pytest.mark.slow
-def test_all_else_is_there_where_it_cannot_be_compiled(setup):
+def test_other_packages_are_installed_if_compilation_fails(setup):
     code, said, calls = setup("--gpu", CXX="no-such-compiler")
     assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said
     assert "trains without it" in said and not compiled(calls)

@@ -37,7 +37,7 @@ def test_there_are_tutorials() -> None:
     assert all(BLOCK.search((FOLDER / f"{page}.md").read_text(encoding="utf-8")) for page in PAGES)
 
 
-def test_the_commands_that_start_nothing(tmp_path: Path) -> None:
+def test_dry_run_commands(tmp_path: Path) -> None:
     assert run_blocks("from_megatron_lm", tmp_path, "--dry-run") == 2
 
 

@@ -117,7 +117,7 @@ def test_a_hybrid_trains_with_it_as_with_our_scan() -> None:
 
 
 @pytest.mark.slow
-def test_nan_in_the_padding_stays_there() -> None:
+def test_nan_in_padding_does_not_spread() -> None:
     check(2, heads(4, 2), torch.float32, [[(2, 1)], [(2, 1)]], rubbish=float("nan"))
 
 
@@ -134,12 +134,12 @@ def test_its_deterministic_kernels() -> None:
         pytest.param((5, 5), [(1, 1)] * 5, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_too_large_for_it_is_computed_in_parts(model: tuple[int, int], calls: list[tuple[int, int]]) -> None:
+def test_sizes_over_the_kernels_limit_are_split(model: tuple[int, int], calls: list[tuple[int, int]]) -> None:
     """Each head has 65 features, each group 32, and a chunk's products 128: a size of 200 is halved."""
     check(1, heads(*model, head_dim=32, state_dim=16), torch.float32, [calls], limit=(sum(LENGTHS) + 4) * 200)
 
 
-def test_sizes_that_it_refuses_are_left_to_our_scan() -> None:
+def test_our_scan_computes_sizes_that_the_kernel_refuses() -> None:
     """causal-conv1d reads eight channels at a time."""
     check(2, heads(4, 2, head_dim=6, state_dim=8), torch.float32, [[], []])
 

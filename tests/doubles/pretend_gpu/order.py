@@ -155,7 +155,7 @@ def in_another_order() -> Events:
     ("send", "message"),
     [(by_tag, "which is taken for"), (both_send_first, "for ever"), (in_another_order, "for ever")],
 )
-def test_what_nccl_could_not_carry_is_noticed(send: Callable, message: str) -> None:
+def test_orders_that_deadlock_nccl_raise(send: Callable, message: str) -> None:
     events = run_ranks(send, 2)
     with pytest.raises(AssertionError, match=message):
         carry(events)
@@ -212,7 +212,7 @@ def reads_what_is_gathered() -> None:
         received.sum()
 
 
-def test_what_is_under_way_is_left_alone() -> None:
+def test_accesses_to_buffers_in_use_raise() -> None:
     run_ranks(looks_elsewhere, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: sum reads \(8,\), which is being received into"):
         run_ranks(reads, 2)

@@ -263,7 +263,7 @@ class Kernels(TorchDispatchMode):
         if group is None or not self._goes_by_nccl(group):
             return
         if name != "barrier" and any(place == HOST for _, place in placed):
-            raise WrongPlace(f"NCCL was given a tensor in host memory: {_told(name, placed)}")
+            raise WrongPlace(f"NCCL was given a tensor in host memory: {_describe(name, placed)}")
         messages.write_down(name, func, args, dist.ProcessGroup.unbox(group))
 
     def _check_kernel(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
@@ -275,11 +275,11 @@ class Kernels(TorchDispatchMode):
             if masks and not ("put" in name and args[2].numel() == 1):  # that is a masked fill
                 host_waits(f"{name} by a mask")
         elif any(x.dim() or name in ("cat", "stack") for x in elsewhere):
-            raise WrongPlace(f"Expected all tensors to be on the same device: {_told(name, placed)}")
+            raise WrongPlace(f"Expected all tensors to be on the same device: {_describe(name, placed)}")
         elif name in _WAITING:
             host_waits(name)
 
 
-def _told(name: str, placed: list[tuple[Tensor, str | None]]) -> str:
+def _describe(name: str, placed: list[tuple[Tensor, str | None]]) -> str:
     given = ", ".join(f"{tuple(x.shape)} on {place or 'either'}" for x, place in placed)
     return f"{name} of {given}, at {_asked_for()}"

@@ -191,7 +191,7 @@ def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any
     ],
     ids=["cp2", "pp2 vpp2", "packed"],
 )
-def test_the_loop_waits_for_nothing_more(
+def test_the_loop_adds_no_waits(
     overrides: dict[str, Any], packed: bool, expected: dict[str, int], tmp_path: Path
 ) -> None:
     """Neither the log of every step nor the check for a stop waits."""
@@ -211,7 +211,7 @@ def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
     return waits_of_a_dense_step(overrides)
 
 
-def test_a_question_in_each_layer_is_noticed() -> None:
+def test_a_wait_in_each_layer_is_detected() -> None:
     """Checks that the tests above can fail."""
     [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16 | {"model__apply_rope_fusion": False})
     assert waits["_local_scalar_dense"] == 4 * 2 * 4  # queries and keys of four layers, four microbatches
@@ -231,7 +231,7 @@ def copies() -> list[int]:
     return found
 
 
-def test_a_copy_of_memory_that_is_not_pinned_is_noticed() -> None:
+def test_a_copy_of_unpinned_memory_is_detected() -> None:
     assert run_ranks(copies, 1) == [[2, 0, 0, 0, 2, 0]]
 
 
@@ -281,7 +281,7 @@ def of_a_wide_head() -> None:
         (of_a_wide_head, "a head of 12 elements"),
     ],
 )
-def test_what_a_gpu_would_refuse_is_refused(wrong: Callable, message: str) -> None:
+def test_tensors_of_two_places_are_refused(wrong: Callable, message: str) -> None:
     with pytest.raises(RanksFailed, match=message):
         run_ranks(wrong, 1)
 
@@ -297,6 +297,6 @@ def places() -> list[str]:
     return [x.device.type for x in (model.weight, model.weight.grad, *moved, *made)]
 
 
-def test_tensors_are_where_they_were_put() -> None:
+def test_tensors_report_their_device() -> None:
     [found] = run_ranks(places, 1)
     assert found == [*["cuda"] * 3, "cpu", "cpu", "cuda", "cuda", "cpu", "cuda", "cuda", "cuda", "cpu"]

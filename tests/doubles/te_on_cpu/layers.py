@@ -210,7 +210,7 @@ def rotates(model: Overrides) -> bool:
     return rope and not model.get("model__multi_latent_attention") and model is not PLAIN_KERNELS
 
 
-def test_our_layers_take_kernels_that_are_asked_for() -> None:
+def test_our_layers_use_requested_kernels() -> None:
     wanted = {"apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     asked = {f"model__{name}": value for name, value in wanted.items()}
     for losses, calls in run_ranks(trained, 2, NATIVE | CP2 | asked):
@@ -256,7 +256,7 @@ def losses_and_gradients() -> list[torch.Tensor]:
     return found
 
 
-def test_the_loss_is_that_of_its_kernels() -> None:
+def test_stand_in_losses_equal_the_real_kernels() -> None:
     for losses, gradients, *by_stand_ins in run_ranks(losses_and_gradients, 2):
         torch.testing.assert_close(by_stand_ins, [losses, gradients], rtol=1e-6, atol=1e-6)
         assert gradients.abs().max() > 0.1
@@ -284,44 +284,44 @@ WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
     [pytest.param(*way, marks=() if way[0] is NATIVE else pytest.mark.slow) for way in WAYS.values()],
     ids=WAYS,
 )
-def test_a_run_goes_on_with_the_other_layers(
+def test_a_run_resumes_with_the_other_layers(
     tmp_path: Path, before: Overrides, after: Overrides, model: Overrides
 ) -> None:
-    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 1, before | model, str(tmp_path), 2)
     rest = run_ranks(resume, 2, after | model | CP2, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(ONE_BY_ONE, {}), pytest.param({}, ONE_BY_ONE, marks=pytest.mark.slow)], ids=["", "back"]
 )
-def test_experts_go_on_with_one_product_for_all(tmp_path: Path, before: Overrides, after: Overrides) -> None:
+def test_a_run_resumes_with_grouped_products_of_experts(tmp_path: Path, before: Overrides, after: Overrides) -> None:
     """A run from before this was the default resumes."""
     model = MOE | TWO
-    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 2, TE | model | EP2 | before, str(tmp_path), 2)
     rest = run_ranks(resume, 2, TE | model | CP2 | after, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
 @pytest.mark.parametrize("sp", [{}, pytest.param(SP, marks=pytest.mark.slow)], ids=["", "sp"])
 def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, sp: Overrides) -> None:
     """Each tensor-parallel rank used to save the weights that all ranks have in full."""
     layout = TE | MLA | TWO | TP2 | sp | DECENTRALIZED
-    undisturbed = run_ranks(train_losses, 1, NATIVE | MLA | TWO, 3)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | MLA | TWO, 3)[0]
     run_ranks(save_after, 2, layout, str(tmp_path), 1)
     rest = run_ranks(resume, 2, layout, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[1:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[1:])) < 2e-6
 
 
 def test_its_optimizer_counts_the_steps_of_groups_that_the_first_stage_lacks(tmp_path: Path) -> None:
     """Transformer Engine's Adam counts steps per parameter group, which rank 0 saves: here it has an embedding only."""
     layout = TE | PP2 | {"model__num_layers": 1, "model__account_for_embedding_in_pipeline_split": True}
     layout |= {"optimizer__use_distributed_optimizer": False}
-    undisturbed = run_ranks(train_losses, 2, layout, 4)[0]
+    uninterrupted = run_ranks(train_losses, 2, layout, 4)[0]
     run_ranks(save_after, 2, layout, str(tmp_path), 2)
-    assert run_ranks(resume, 2, layout, str(tmp_path), 2)[0] == undisturbed[2:]
+    assert run_ranks(resume, 2, layout, str(tmp_path), 2)[0] == uninterrupted[2:]
 
 
 def attention_without_its_group() -> str:

@@ -139,7 +139,7 @@ def try_all(cases: list[Case], transport: str) -> list[float | str]:
 
 
 @pytest.mark.parametrize("transport", SIZES)
-def test_the_table_is_right(transport: str) -> None:
+def test_the_table_matches_the_installed_version(transport: str) -> None:
     size = SIZES[transport]
     cases = {name: replace(DENSE, **changes) for name, changes in CASES.items()}
     ranks = run_ranks(try_all, size, list(cases.values()), "p2p" if size == 1 else transport)

@@ -76,7 +76,7 @@ def _graphs() -> tuple[list[int], str]:
     return graphs, "nothing"
 
 
-def test_nothing_of_it_is_in_a_graph():
+def test_attention_is_in_no_compiled_graph():
     ((graphs, said),) = run_ranks(_graphs, 1)
     assert graphs == [1, 1]  # the product before it and the one behind it
     assert "torch.compiler.disable" in said and "it communicates and chooses kernels on the host" in said

@@ -1,4 +1,4 @@
-"""Files and folders that readers find whole or as they were."""
+"""Readers find files and folders complete or unchanged."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_all_paths_appear_or_stay_unchanged(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file", "folder"] and file.read_text() == "new"
 
 
-def test_a_folder_that_another_process_filled_stays(tmp_path: Path) -> None:
+def test_a_folder_filled_by_another_process_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with pytest.raises(OSError), atomic_write(folder) as (partial,):
         partial.mkdir()

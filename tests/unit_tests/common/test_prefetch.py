@@ -1,4 +1,4 @@
-"""What is made in the background: when it is begun, by whom, and what becomes of it."""
+"""Prefetching in the background: values, their number, errors, and the end."""
 
 import threading
 from collections.abc import Iterator

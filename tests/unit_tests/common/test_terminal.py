@@ -1,4 +1,4 @@
-"""Nothing that a file holds moves a terminal's cursor, sets its title or turns its text around."""
+"""Text from files cannot move the cursor, set the terminal's title or reverse text."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The recipes against the numbers that were published for the models and for the training recipes."""
+"""The recipes against published numbers of models and training recipes."""
 
 import math
 from dataclasses import asdict, replace
@@ -121,7 +121,7 @@ def test_number_of_parameters_is_the_published_one(name):
     assert round((m.num_layers * layer + embeddings + m.hidden_size) / 1e9, 2) == PARAMETERS[name]
 
 
-def test_qwen_is_the_published_one_lengthened_as_its_model_card_says():
+def test_qwen_is_the_published_one_lengthened_as_on_its_model_card():
     """Its config.json, and what the card adds to that for 128K tokens."""
     m = load_recipe("qwen3_8b_128k_yarn_hcp_config").model
     _, published = model_from_hf(
@@ -257,7 +257,7 @@ def test_every_llama_recipe_is_held_against_something_published():
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_recipes_differ_from_a_published_one_in_nothing_else(name):
+def test_dynamic_recipes_differ_from_published_ones_only_in_packing(name):
     changed = asdict(load_recipe(name))
     plain = asdict(load_recipe(DYNAMIC[name], [*SWITCH, "dataset.mock_lengths=documents"]))
     for config in (changed, plain):
@@ -270,7 +270,7 @@ def test_dynamic_recipes_differ_from_a_published_one_in_nothing_else(name):
 
 @pytest.mark.parametrize("name", list_recipes())
 @pytest.mark.parametrize("environment", ["gpu", "cpu"])
-def test_every_recipe_keeps_the_rules_at_its_own_size(name, environment):
+def test_every_recipe_passes_the_rules_at_its_own_size(name, environment):
     config = load_recipe(name)
     violations = check(config, config.recipe_world_size, environment=environment)
     assert [v for v in violations if v.severity == "error"] == []

@@ -1,4 +1,4 @@
-"""What is known of a setting stands where it is declared, and all else follows from it."""
+"""Facts of a setting are stated where it is declared, and everything else is derived from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_setting_is_declared_with_its_facts() -> None:
     assert len(settings()) > 200
 
 
-def test_what_is_translated_is_megatron_cores() -> None:
+def test_translated_settings_exist_in_megatron_core() -> None:
     """Or nothing is passed on, and nothing translated: the mark would say what is not so."""
     for section, upstream in write_settings.UPSTREAM.items():
         known = {each.name for each in fields(upstream)}
@@ -107,7 +107,7 @@ def test_names_are_those_of_settings() -> None:
     assert used > 500
 
 
-def test_the_reference_is_written_anew() -> None:
+def test_the_reference_is_current() -> None:
     assert write_settings.PATH.read_text(encoding="utf-8") == write_settings.document()
 
 

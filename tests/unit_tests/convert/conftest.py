@@ -1,4 +1,4 @@
-"""The command in a process of its own, and what it says."""
+"""Run the command in its own process and return its output."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Small models of every family, with random weights, as Hugging Face's library makes and computes them."""
+"""Small models of every family with random weights, made and computed by Hugging Face's library."""
 
 from __future__ import annotations
 

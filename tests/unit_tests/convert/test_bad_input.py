@@ -1,4 +1,4 @@
-"""What cannot be converted is told at once, with exit code 2, and leaves nothing behind."""
+"""Models that cannot be converted: all reasons at once, exit code 2, no files left."""
 
 import json
 import os
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_imported(convert: Any, tmp_path: Path, what: str
     assert what.startswith("target") or not (tmp_path / "mcore").exists()
 
 
-def test_all_that_has_no_counterpart_is_told_at_once(convert: Any, tmp_path: Path) -> None:
+def test_all_settings_without_counterpart_are_reported_together(convert: Any, tmp_path: Path) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "mistral")
         change(folder, hidden_act="gelu", mlp_bias=True, attention_bias=True)
@@ -192,7 +192,7 @@ def test_all_that_has_no_counterpart_is_told_at_once(convert: Any, tmp_path: Pat
     assert all(name in text for name in ("hidden_act", "mlp_bias", "attention_bias"))
 
 
-def test_a_full_disk_leaves_nothing(convert: Any, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(convert: Any, tmp_path: Path) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "llama")
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -285,7 +285,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "conversion runs in a single process" in capsys.readouterr().err
 
 
-def test_a_stop_leaves_nothing(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_leaves_no_files(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "llama")
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A published model is the same model here, under every layout, and the same again when it is published."""
+"""A published model is the same model here, under every layout, and again after export."""
 
 import os
 from pathlib import Path

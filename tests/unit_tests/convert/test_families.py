@@ -1,4 +1,4 @@
-"""Which models have a counterpart, both ways."""
+"""Models that have a counterpart, in both directions."""
 
 from dataclasses import replace
 from typing import Any
@@ -162,7 +162,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_settings_go_out_and_come_back(name: str) -> None:
+def test_settings_survive_export_and_import(name: str) -> None:
     expected, changes = MODELS[name]
     model = replace(LLAMA, **changes)
     family, values = hf_from_model(model, rows=256)
@@ -185,7 +185,7 @@ def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> N
 @pytest.mark.parametrize(
     ("name", "said"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
 )
-def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
+def test_training_at_a_greater_length_warns(name: str, said: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
     _, values = hf_from_model(trained.model, rows=256)
     (text,) = describe_positions(trained.model, values["max_position_embeddings"])
@@ -212,21 +212,21 @@ def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
     assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
 
 
-def test_a_length_that_is_not_whole_is_said() -> None:
+def test_a_length_that_is_no_integer_is_reported() -> None:
     trained = RunConfig(model=replace(LLAMA, **YARN | {"yarn_rotary_scaling_factor": 1.3}, max_position_embeddings=21))
     _, values = hf_from_model(trained.model, rows=256)
     (text,) = describe_positions(replace(trained.model, seq_length=16), 21)
     assert "20.8 is not whole" in text and "factor 1.3125" in text and factor_of_older_versions(values) == 1.3125
 
 
-def test_a_model_without_a_window_says_so_twice() -> None:
+def test_a_model_without_a_window_states_it_in_two_keys() -> None:
     """transformers 4.51 applies Qwen's default window of 4096 tokens whatever use_sliding_window said."""
     for name in ("bias", "norm", "experts and norm"):
         _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
         assert (values["use_sliding_window"], values["sliding_window"]) == (False, None)
 
 
-def test_truncation_is_written_only_where_it_is_not_the_default() -> None:
+def test_truncation_is_written_unless_it_is_the_default() -> None:
     written = {name: hf_from_model(replace(LLAMA, **MODELS[name][1]), 256)[1]["rope_scaling"] for name in MODELS
                if name.startswith("yarn")}  # fmt: skip
     assert {name: scaling.get("truncate") for name, scaling in written.items()} == {
@@ -308,7 +308,7 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_COUNTERPART)
-def test_what_no_family_computes_is_refused(name: str) -> None:
+def test_features_of_no_family_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         hf_from_model(replace(LLAMA, **NO_COUNTERPART[name]), rows=256)
 
@@ -420,7 +420,7 @@ def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: st
         ("rope_parameters", {"full_attention": {"rope_theta": 5e5}}),
     ],
 )
-def test_wrong_types_are_told(setting: str, value: Any) -> None:
+def test_wrong_types_are_reported(setting: str, value: Any) -> None:
     _, values = hf_from_model(LLAMA, rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*must be "):
         model_from_hf(values | {setting: value})
@@ -437,7 +437,7 @@ def test_wrong_types_are_told(setting: str, value: Any) -> None:
         ("experts and norm", "moe_intermediate_size", None),
     ],
 )
-def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: Any) -> None:
+def test_wrong_values_of_some_families_are_reported(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*must be "):
         model_from_hf(values | {setting: value})
@@ -470,7 +470,7 @@ def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: 
         ("latent, sigmoid, yarn, groups", "topk_group", 4),
     ],
 )
-def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str, value: Any) -> None:
+def test_unsupported_features_of_deepseek_are_refused(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*must "):
         model_from_hf(values | {setting.partition(".")[0]: value})
@@ -503,7 +503,7 @@ def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str
         ("n_shared_experts", 2),
     ],
 )
-def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: Any) -> None:
+def test_unsupported_features_of_nemotron_are_refused(setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})
@@ -524,7 +524,7 @@ def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: An
         ("num_experts_per_tok", 9),
     ],
 )
-def test_what_gpt_oss_does_otherwise_is_refused(setting: str, value: Any) -> None:
+def test_unsupported_features_of_gpt_oss_are_refused(setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **GPT_OSS), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})
@@ -565,7 +565,7 @@ def test_the_base_of_the_rotation_is_the_one_that_the_model_has() -> None:
         ("rope_parameters", {"sliding_attention": {"rope_type": "linear"}}, "sliding_attention.rope_type"),
     ],
 )
-def test_what_gemmas_family_does_otherwise_is_refused(setting: str, value: Any, named: str) -> None:
+def test_unsupported_features_of_gemma_are_refused(setting: str, value: Any, named: str) -> None:
     _, values = hf_from_model(replace(LLAMA, **GEMMA3), rows=256)
     with pytest.raises(ConfigError, match=rf"{named or setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})

@@ -1,4 +1,4 @@
-"""What a run trained is what is published; what is published begins a run."""
+"""Exports contain what a run trained, and a run starts from imports."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a run says of its data, against counts of the documents as they were written and of every sample's loss mask."""
+"""The ``data:`` line against counts of the written documents and of every sample's loss mask."""
 
 import json
 import logging
@@ -261,7 +261,7 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
         assert line.startswith("data: MOCK DATA") and len(line) <= LINE, (len(line), line)
 
 
-def test_a_dry_run_names_the_data_and_opens_nothing() -> None:
+def test_a_dry_run_names_the_data_without_opening_it() -> None:
     config: RunConfig = tiny_config()
     assert planned_line(config.dataset, 80) == (
         "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX"

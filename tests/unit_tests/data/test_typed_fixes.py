@@ -1,4 +1,4 @@
-"""What a message about data proposes is typed behind the configuration, and the data can be read."""
+"""The fix of a message about data, typed after the configuration, makes the data readable."""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Our use of Transformer Engine, against its real Python part: see :mod:`tests.doubles.te_on_cpu`.
+"""Our use of Transformer Engine, with its real Python part: see :mod:`tests.doubles.te_on_cpu`.
 
-In a process of its own, as megatron-core looks for Transformer Engine once, while it is imported.
+Runs in its own process, because megatron-core looks for Transformer Engine only on import.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_large_world_reports_in_few_requests() -> None:
     assert store.asked.total() < 10 * RANKS, store.asked
 
 
-def test_missing_reports_are_waited_for_once() -> None:
+def test_missing_reports_are_awaited_once() -> None:
     world = stores(Counting())
     for failures in world[:-3]:
         failures.report_alive("")

@@ -1,4 +1,4 @@
-"""Ranks that Slurm starts itself know who they are."""
+"""Ranks that Slurm starts itself get their rank from Slurm's variables."""
 
 import os
 
@@ -41,7 +41,7 @@ def said() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("more", [{}, {"PMI_SIZE": "8"}], ids=["", "srun --mpi=pmi2"])
-def test_a_task_of_srun_knows_its_rank(more: dict[str, str]) -> None:
+def test_a_task_of_srun_takes_its_rank_from_slurm(more: dict[str, str]) -> None:
     os.environ.update(TASK | more)
     slurm.take_rank()
     assert said() == SAID
@@ -106,7 +106,7 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpiexec started 2 processes"),
     ],
 )
-def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_refused(variables: dict[str, str], message: str) -> None:
     os.environ.update(variables)
     with pytest.raises(ConfigError, match=message):
         slurm.take_rank()

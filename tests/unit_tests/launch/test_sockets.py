@@ -1,4 +1,4 @@
-"""Where launchers and ranks listen, what a port that is taken says, and that ranks end with their launcher."""
+"""Addresses of launchers and ranks, the error of a port in use, and ranks that end with their launcher."""
 
 import base64
 import os
@@ -148,7 +148,7 @@ class Code:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_is_written_into_the_launchers_store_runs_no_code(launch: Launch, tmp_path: Path) -> None:
+def test_values_in_the_launchers_store_run_no_code(launch: Launch, tmp_path: Path) -> None:
     port = free_port()
     where = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     run = launch(*where)
@@ -239,7 +239,7 @@ def test_a_silent_program_on_the_port_times_out(taken: int, monkeypatch: pytest.
         sockets.tcp_store("127.0.0.1", taken, timeout=timedelta(seconds=1))
 
 
-def test_a_rank_does_not_wait_for_a_launcher_that_is_gone(
+def test_a_rank_does_not_wait_for_an_exited_launcher(
     without_launcher: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_SECONDS_REFUSED", 0.3)

@@ -1,4 +1,4 @@
-"""The patient launcher: ranks that are asked to stop get their time, and are not started again."""
+"""The patient launcher: signalled ranks get time to save, and are not restarted."""
 
 import fcntl
 import os
@@ -248,7 +248,7 @@ def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched])
 
 
 @pytest.mark.slow
-def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:
+def test_stopped_runs_are_not_restarted(launch: Callable[..., Launched]) -> None:
     """Rank 0 ends two seconds before rank 1, which a signal would end by then."""
     run = launch(*ALONE, "--max-restarts=1", seconds=2.0)
     os.kill(run.pids()[0], signal.SIGTERM)
@@ -317,7 +317,7 @@ def test_a_launcher_without_peers_reports_it(launch: Callable[..., Launched]) ->
     assert "Traceback" not in text, text
 
 
-def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
+def test_a_rank_that_continues_after_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
     run = launch(seconds=60.0, patience="1")
     os.kill(run.pids()[0], signal.SIGTERM)
     code, text = run.ended()
@@ -325,7 +325,7 @@ def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[...
     assert run.written("saved*") == ["saved0"], text
 
 
-def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
+def test_failed_runs_are_restarted(launch: Callable[..., Launched]) -> None:
     """Also where the others, which torch then asks to stop, end with 143."""
     run = launch(*ALONE, "--max-restarts=1", how="fail")
     code, text = run.ended()

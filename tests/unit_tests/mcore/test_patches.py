@@ -1,4 +1,4 @@
-"""Repairs of megatron-core that no test of training shows by itself."""
+"""Patches of megatron-core that no test of training covers."""
 
 import inspect
 import sys
@@ -53,7 +53,7 @@ def test_packs_are_rotated_as_one_by_one(size: int, lengths: tuple[int, ...]) ->
         upstream["_apply_rotary_pos_emb_thd"](t, not_empty, freqs, cp_group=group)
 
 
-def test_rows_of_a_pack_are_kept_until_somebody_writes_to_its_lengths() -> None:
+def test_rows_of_a_pack_are_cached_until_its_lengths_are_modified() -> None:
     cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
     first = patches._rows_of_pack(cu_seqlens, 12, 1, 2)
     assert first.tolist() == [2, 3, 4, 5, *range(4, 12)]

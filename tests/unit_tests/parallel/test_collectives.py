@@ -1,4 +1,4 @@
-"""Collective helpers: named messages, work on one rank or once a node, and faults that every rank raises."""
+"""Collective helpers: messages, work on one rank or once per node, and errors on every rank."""
 
 import os
 import time

@@ -23,7 +23,7 @@ def test_ranks_compile_without_a_process_for_each_core() -> None:
     assert run_ranks(compile_threads, 1) == [1]
 
 
-def test_nccl_with_too_few_gpus_is_told_of_it() -> None:
+def test_nccl_with_too_few_gpus_is_reported() -> None:
     check_gpus("staged", 4, 1)
     check_gpus("nccl", 4, 4)
     with pytest.raises(ConfigError, match=r"4 ranks on a node with 1 GPU: [\s\S]*distributed_backend=staged"):

@@ -1,7 +1,7 @@
-"""The staged backend carries what gloo carries: every operation, whole training runs, and its promises about waiting.
+"""The staged backend carries what gloo carries: every operation, whole training runs, and its rules of waiting.
 
-Host tensors are copied as a GPU's are, so without a GPU everything runs but the CUDA streams. Those are for the tests
-marked ``gpu``, several ranks on one device.
+Host tensors are copied as a GPU's are, so without a GPU everything runs except CUDA streams. The tests marked ``gpu``
+cover those, with several ranks on one device.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def later_names(folder: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("check", [moves, reduces, talks, later_names])
-def test_it_does_what_torch_says(check: Any, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_matches_torch(check: Any, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run_staged(check, 4 if check is talks else 3, tmp_path, monkeypatch, device)
 
 
@@ -254,7 +254,7 @@ def train_staged(folder: str, overrides: dict[str, Any], steps: int, device: str
         *[pytest.param(name, "cuda", marks=[pytest.mark.gpu, NO_GPU]) for name in LAYOUTS],
     ],
 )
-def test_training_is_that_of_one_rank(name: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_equals_one_rank(name: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, overrides = LAYOUTS[name]
     steps = 3
     if device == "cpu":

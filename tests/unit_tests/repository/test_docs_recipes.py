@@ -1,4 +1,4 @@
-"""The examples of the pages about recipes, settings and Python work as they stand there."""
+"""Examples on pages about recipes, settings and Python work unchanged."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The ranks of a test: they leave together, and one that fails keeps nobody."""
+"""The ranks of a test exit together, and a failed rank blocks no other."""
 
 import os
 import time
@@ -23,7 +23,7 @@ def is_the_other_there() -> bool:
     return True
 
 
-def test_a_rank_that_has_finished_stays_until_all_have() -> None:
+def test_a_finished_rank_waits_for_all_others() -> None:
     assert run_ranks(is_the_other_there, 2) == [True, True]
 
 
@@ -32,7 +32,7 @@ def one_ends() -> None:
         os._exit(3)
 
 
-def test_a_rank_that_dies_without_a_report_is_named_and_keeps_nobody() -> None:
+def test_a_rank_that_dies_is_named_and_blocks_no_other() -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed, match=r"^--- rank 1 of 2: died without a report \(exit 3\)$"):
         run_ranks(one_ends, 2, grace=60.0)

@@ -1,4 +1,4 @@
-"""Type a message's fix behind the overrides that it complains of, as a user would, and see what is left."""
+"""Type a message's fix after the overrides that broke the rule, as a user would, and return what remains."""
 
 from __future__ import annotations
 

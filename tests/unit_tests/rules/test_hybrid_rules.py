@@ -1,4 +1,4 @@
-"""What a hybrid model asks of a layout."""
+"""Requirements of hybrid models for a layout."""
 
 import pytest
 
@@ -133,7 +133,7 @@ def test_attention_alone_has_windows() -> None:
     assert findings("model.hybrid_layer_pattern=M*/M*MM-", *listed) == []
 
 
-def test_a_pattern_without_layers_is_said_once() -> None:
+def test_a_pattern_without_layers_is_reported_once() -> None:
     found = [each.message for each in errors("model.hybrid_layer_pattern=|/M", *ONE_DEPTH) if each.rule == "K14"]
     assert found == ["must contain only M, *, - and E"]
 

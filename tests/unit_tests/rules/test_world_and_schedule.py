@@ -1,4 +1,4 @@
-"""Rules that speak where it matters and only there: padded vocabulary (A19), schedule (I9), dynamic groups (H23)."""
+"""Rules on padded vocabulary (A19), schedule (I9) and dynamic groups (H23) report only where they apply."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int |
         assert severity == "warning" and f"ends {left} iterations before" in message and "lr_decay_iters=300" in fix
 
 
-def test_dynamic_groups_that_stay_alone_are_said_and_the_fix_widens_them():
+def test_dynamic_groups_of_one_rank_warn_and_the_fix_widens_them():
     """As schedules really come out, of batches of the samples that the recipe would train on."""
     alone = ["model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
              "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",

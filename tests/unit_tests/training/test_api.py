@@ -38,7 +38,7 @@ def notebook(folder: str) -> tuple[list[str], list[int], str]:
     return said, [result.exit_code, result.iteration, len(result.metrics())], str(result.folder)
 
 
-def test_the_pages_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     ((said, numbers, folder),) = run_ranks(notebook, 1, str(tmp_path))
     assert re.fullmatch(r"[\d.]+ -> [\d.]+ runs/notebook 5", said[0]), said
@@ -57,7 +57,7 @@ def test_help_shows_the_names() -> None:
         megatron_cp.trian  # noqa: B018  # codespell:ignore trian
 
 
-def test_nothing_heavy_is_imported_for_looking() -> None:
+def test_reading_recipes_imports_no_heavy_package() -> None:
     code = (
         "import sys\nfrom megatron_cp import check, load_recipe, train\n"
         "check(load_recipe('llama_tiny_pretrain_config'), 4)\nassert not {'torch', 'megatron'} & sys.modules.keys()"

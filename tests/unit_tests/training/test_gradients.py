@@ -1,4 +1,4 @@
-"""The norm that is read with the losses, and the step with it: what megatron-core's own ``optimizer.step()`` does."""
+"""The gradient norm that is read with the losses, and its step, equal megatron-core's ``optimizer.step()``."""
 
 import math
 import os
@@ -171,7 +171,7 @@ def after_the_reduction(run: Run) -> None:
     ("overrides", "damage"), [(TP2, in_a_copy), (PLAIN, after_the_reduction), ({}, after_the_reduction)],
     ids=["copy", "replica", "share"],
 )  # fmt: skip
-def test_a_fault_of_one_ranks_own_ends_all(overrides: dict[str, Any], damage: Any) -> None:
+def test_a_fault_of_one_rank_ends_all(overrides: dict[str, Any], damage: Any) -> None:
     texts = run_ranks(faults, 2, overrides, damage)
     assert all("but gradients are not finite" in text for text in texts), texts
 

@@ -1,4 +1,4 @@
-"""Limits of memory, files, processes and shared memory that a rank really reaches: each is named, on every rank."""
+"""Limits of memory, files, processes and shared memory that a rank reaches: named on every rank."""
 
 import io
 import mmap
@@ -62,7 +62,7 @@ def a_group() -> None:
     torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
 
 
-def as_somebody(start: Callable[[], Any]) -> None:
+def as_another_user(start: Callable[[], Any]) -> None:
     """With a limit of one process; the superuser has no such limit."""
     os.setresuid(65534, 65534, 0)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
@@ -73,11 +73,11 @@ def as_somebody(start: Callable[[], Any]) -> None:
 
 
 def a_thread() -> None:
-    as_somebody(lambda: threading.Thread(target=print).start())
+    as_another_user(lambda: threading.Thread(target=print).start())
 
 
 def a_process() -> None:
-    as_somebody(os.fork)
+    as_another_user(os.fork)
 
 
 def named(reach: Callable[[], None]) -> str | None:

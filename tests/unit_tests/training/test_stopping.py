@@ -1,4 +1,4 @@
-"""How runs end before their time: signals, ranks that die, freeze or fail, and who says so."""
+"""Early ends of runs: signals, ranks that die, freeze or fail, and the rank that reports it."""
 
 import os
 import re
@@ -176,9 +176,7 @@ class LikeNccl:
 
 
 @pytest.mark.parametrize("on_all_ranks", [False, True], ids=["alone", "with all"])
-def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(
-    cli: Any, tmp_path: Path, on_all_ranks: bool
-) -> None:
+def test_a_failed_rank_does_not_wait_for_the_others(cli: Any, tmp_path: Path, on_all_ranks: bool) -> None:
     fail = fail_with(RuntimeFault("it broke", on_all_ranks=on_all_ranks))
 
     def before() -> None:
@@ -241,7 +239,7 @@ def test_a_second_interrupt_stops_at_once(cli: Any, tmp_path: Path) -> None:
 
 
 @slow
-def test_a_signal_twice_within_a_key_press_is_one(cli: Any, tmp_path: Path) -> None:
+def test_a_repeated_signal_of_one_key_press_counts_once(cli: Any, tmp_path: Path) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What a refused checkpoint's message proposes is typed behind the configuration, and the run begins."""
+"""The fix of a refused checkpoint, typed after the configuration, lets the run start."""
 
 from pathlib import Path
 from typing import Any

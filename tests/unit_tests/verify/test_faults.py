@@ -1,4 +1,4 @@
-"""Faults planted one by one, in the layout alone: each is caught, with a verdict that says where to look."""
+"""Faults planted one by one, in the layout alone: each is detected, and the verdict names its place."""
 
 import functools
 import re

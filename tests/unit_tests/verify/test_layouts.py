@@ -1,4 +1,4 @@
-"""Layouts that once went wrong, or whose parts are the hardest to put together again."""
+"""Layouts that once failed, or whose gradients are the hardest to combine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
+"""Forward and backward of one tile against naive attention, and checks around PyTorch's kernels."""
 
 import contextlib
 from collections import Counter
@@ -86,7 +86,7 @@ def test_a_strided_head_dim_is_made_contiguous_before_the_kernel_misreads_it(mon
     check(run("cpu", monkeypatch, strided, dout, Mask(), TileSize()), expected(inputs, dout, Mask()), 1e-13)
 
 
-def test_long_rows_of_matmuls_are_taken_in_pieces(monkeypatch):
+def test_long_rows_of_matmuls_are_split(monkeypatch):
     monkeypatch.setattr(Matmul, "ROWS", 16)
     inputs, dout = draw()
     for mask in (Mask(), Mask(None, 0), Mask(20, 3)):
@@ -118,7 +118,7 @@ def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype
     assert CpuFlash().forward_tiles(dtype).half_from is None
 
 
-def test_one_tile_in_half_precision_is_handed_on_as_the_kernel_made_it():
+def test_one_tile_in_half_precision_keeps_the_kernels_output():
     """Without a copy in float32: five passes over memory more, a seventh of the time that a GPU needs for 4K tokens."""
     query = torch.randn(8, 1, 2, 4).bfloat16()
     out, lse = torch.randn(1, 8, 2, 4).bfloat16().transpose(1, 2), torch.randn(1, 2, 8)
@@ -172,7 +172,7 @@ LAYOUTS = [*(Layout.dense(48, n) for n in (1, 2, 3, 4)), Layout.packed([0, 8, 40
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flash_attention_sees_what_a_tile_allows(layout):
+def test_flash_attention_masks_what_a_tile_masks(layout):
     size = CudaFlash().forward_tiles(torch.bfloat16)
     for left in (None, 0, 1, 5, 7, 11, 16, 22, 23, 40):
         for right in (None, 0, 1, 4, 9, 17):
@@ -463,7 +463,7 @@ def test_cuda_determinism(te, ends):
     assert run_ranks(twice_on_cuda, 1, Mask(None, 0), ends, te) == [True]
 
 
-def test_determinism_is_asked_for_strictly(monkeypatch):
+def test_determinism_is_requested_strictly(monkeypatch):
     """PyTorch's wrapper of FlashAttention's backward only warns where warnings are all that is asked for."""
     asked = []
 

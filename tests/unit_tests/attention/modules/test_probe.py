@@ -1,4 +1,4 @@
-"""The start-up probe passes where attention communicates and stops the run, on all ranks, where it does not."""
+"""The start-up probe passes if attention communicates; otherwise it stops the run on all ranks."""
 
 import time
 
@@ -41,7 +41,7 @@ def _seconds() -> float:
     return time.perf_counter() - start
 
 
-def test_every_transport_is_proved_in_under_a_second():
+def test_every_transport_is_probed_in_under_a_second():
     # The best of some times: what else the machine does is no part of it.
     assert any(max(run_ranks(_seconds, 4)) < 1.0 for _ in range(6))
 
@@ -111,7 +111,7 @@ def _broken(how: str) -> str:
         ("nothing", "passed"),
     ],
 )
-def test_what_does_not_communicate_stops_every_rank(how, expected):
+def test_groups_that_do_not_communicate_stop_every_rank(how, expected):
     reports = run_ranks(_broken, 4, how)
     assert len(set(reports)) == 1, "all ranks report the same"
     assert all(expected in report for report in reports), reports[0]

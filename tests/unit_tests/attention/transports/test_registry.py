@@ -1,4 +1,4 @@
-"""A transport is one object: what it says of itself is all that the package knows, so a fifth needs no other place."""
+"""A transport is one object with all that the package needs, so a fifth transport changes no other file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rules_read_it() -> None:
 
 
 @pytest.mark.parametrize("auto", [None, 0])
-def test_auto_considers_it_if_it_says_so(auto: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_considers_transports_that_opt_in(auto: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, KEYS_ONLY.name, dataclasses.replace(KEYS_ONLY, auto=auto))
     chosen, sizes, reason = select_transport(heads=7, kv_heads=7, tp=1, cp=4, gpus_per_node=8)
     assert (chosen, sizes) == (RING.name if auto is None else KEYS_ONLY.name, None)

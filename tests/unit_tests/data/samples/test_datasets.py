@@ -72,7 +72,7 @@ def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, t
         assert (sample["labels"] == pad).any() and torch.equal(sample["loss_mask"], torch.ones(32))
 
 
-def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
+def test_filling_of_short_samples_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
     train, _, _ = build_datasets(config.dataset, TOKENIZER, 1)
     core = train._dataset
@@ -163,7 +163,7 @@ def _numbered(tmp_path: Path, documents: int, length: int) -> str:
 
 
 @pytest.mark.parametrize("documents", [1, 3, 19])  # of 0.1, 0.3 and 1.9 samples
-def test_no_part_of_a_small_file_is_left_out(config: RunConfig, tmp_path: Path, documents: int) -> None:
+def test_small_files_are_used_completely(config: RunConfig, tmp_path: Path, documents: int) -> None:
     config.dataset.data_path, config.dataset.seq_length = _numbered(tmp_path, documents, 100), 1000
     config.dataset.split = "1,0,0"
     train, _, _ = build_datasets(config.dataset, NullTokenizer(2000), 100)
@@ -344,7 +344,7 @@ def _times_heard(config: RunConfig) -> int:
     return len(times)
 
 
-def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpus: Callable[..., str]) -> None:
+def test_waiting_for_a_long_build_takes_several_collectives(config: RunConfig, corpus: Callable[..., str]) -> None:
     """In one collective it would run into dist.distributed_timeout_minutes."""
     config.dataset.data_path = corpus()
     first, second = run_ranks(_times_heard, 2, config, timeout=120)

@@ -1,4 +1,4 @@
-"""Samples of their own lengths, from files and mock: what they hold, in which order, and what bad files are told."""
+"""Samples of variable length, from files and mock: content, order, and errors of bad files."""
 
 import json
 import os
@@ -201,7 +201,7 @@ def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [None, [5.0, 1.0, 2.0]])
 @pytest.mark.parametrize("sizes", [(40,), (30, 1, 700)])
-def test_lengths_of_many_are_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
+def test_lengths_of_many_equal_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
     """Those told at once are found in another way than the samples that are read."""
     rng = np.random.default_rng(0)
     sources = [MockVarlenDataset(rng.integers(1, 10**4, size), 9, seed=size) for size in sizes]
@@ -210,7 +210,7 @@ def test_lengths_of_many_are_those_of_the_samples(sizes: tuple[int, ...], weight
     assert samples.lengths(indices).tolist() == [len(samples[i]["tokens"]) for i in indices.tolist()]
 
 
-def test_a_stream_reads_nothing_to_tell_lengths() -> None:
+def test_lengths_of_a_stream_need_no_reads() -> None:
     class Source(MockVarlenDataset):
         def __getitem__(self, index: int) -> Any:
             raise AssertionError("read")

@@ -1,4 +1,4 @@
-"""Variable-length samples: one a document, labels never from the next one."""
+"""Samples of variable length: one per document, labels never from the next one."""
 
 import os
 from pathlib import Path
@@ -74,7 +74,7 @@ def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> 
 
 @pytest.mark.parametrize("max_length", [1, 4, 7, 100])
 @pytest.mark.parametrize("part", [(0.0, 1.0), (0.0, 0.5), (0.5, 0.9), (0.9, 1.0)])
-def test_the_stored_index_says_what_counting_in_memory_does(
+def test_the_stored_index_equals_the_one_in_memory(
     many: tuple[str, list[int]], max_length: int, part: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_cp.data.formats.indexed._CHUNK", 7)

@@ -1,4 +1,4 @@
-"""A byte order mark is no text in any file that is read, and a file of another encoding is named with the command."""
+"""A byte order mark is no text in any file; another encoding is an error with a conversion command."""
 
 import codecs
 import gzip

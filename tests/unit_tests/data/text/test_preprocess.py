@@ -73,7 +73,7 @@ def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
         assert [p.name for p in search([mixed], [suffix])[0]] == ["c.py"]
 
 
-def test_files_that_are_left_out_are_told(
+def test_skipped_files_are_reported(
     script: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a.txt", "b.md", "c.md", "d.json", "LICENSE", "e.jsonl.gz"):
@@ -120,7 +120,7 @@ BAD = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, workers: int) -> None:
+def test_bad_input_is_named_and_leaves_no_files(tmp_path: Path, case: str, workers: int) -> None:
     contents, message = BAD[case]
     for name, content in (contents or {}).items():
         (tmp_path / "in").mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ def test_a_tokenizer_trained_on_the_input(
 
 
 @pytest.mark.parametrize("text", ["abc", "-1 2", "1 9", "\u0663", "9" * 5000])
-def test_text_that_is_no_ids_of_a_null_tokenizer(
+def test_text_without_token_ids_for_a_null_tokenizer(
     script: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (tmp_path / "a.txt").write_text(text)

@@ -1,4 +1,4 @@
-"""Steps made ahead: how many of them, and what is told of each."""
+"""Prefetched steps: their number, and their metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_last_step_makes_none_ahead(num_steps: int | None, asked: int) -> No
 
 
 @pytest.mark.parametrize(("training", "num_steps"), [(True, 7), (False, 2)])
-def test_a_run_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch, training: bool, num_steps: int) -> None:
+def test_the_number_of_steps_is_passed_on(monkeypatch: pytest.MonkeyPatch, training: bool, num_steps: int) -> None:
     for name in ("CostTracker", "layout_of", "model_cost"):
         monkeypatch.setattr(packed, name, MagicMock())
     opened = MagicMock()
@@ -64,7 +64,7 @@ def test_a_run_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch, tra
 
 @pytest.mark.parametrize("ranks", [6, 64])
 @pytest.mark.parametrize("preset", ["h100_8b", "a100_mha_slownet", "h100_8b_a2a"])
-def test_what_is_told_of_a_step_is_what_its_groups_say_one_by_one(ranks: int, preset: str) -> None:
+def test_step_metrics_equal_sums_over_groups(ranks: int, preset: str) -> None:
     lengths, cost = sample_lengths("documents", 300, 30_000, 2), PRESETS[preset]
     plan = schedule(lengths, ranks, 8192, cost=cost, sequence_parallel_size=2)
     groups = [group for row in plan.microbatches for group in row]
@@ -77,7 +77,7 @@ def test_what_is_told_of_a_step_is_what_its_groups_say_one_by_one(ranks: int, pr
     assert cp_sizes(plan) == Counter(group.cp_size for group in groups)
 
 
-def test_a_plan_comes_with_what_is_told_of_it() -> None:
+def test_a_plan_includes_its_metrics() -> None:
     steps = batches(Counting(), num_steps=1)
     plan = next(steps)
     steps.close()

@@ -81,7 +81,7 @@ def test_known_hard_cases(lengths, ranks, m, options):
     assert problems(found, lengths, ranks, m, min_cp, multiple) == []
 
 
-def test_twelve_ranks_take_what_twelve_ranks_hold():
+def test_twelve_ranks_accept_samples_that_fit_them():
     assert schedule([3600], 12, 400).microbatches == [[Group(tuple(range(12)), (0,))]]
     schedule([4800], 12, 400)
     with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 402"):
@@ -282,7 +282,7 @@ def test_gaps_are_filled_with_legal_blocks(leaves, widths):
     assert taken == set(range(leaves)) and gaps.take(1) == -1
 
 
-def test_what_is_left_over_is_spread_over_all_ranks():
+def test_remaining_samples_are_spread_over_all_ranks():
     """Ten full ranks' worth and a little: the little takes a moment of all ranks, not a long one of one rank."""
     lengths = [8000] * 10 + [191] * 20
     found = schedule(lengths, 8, 8192, sync_ranks=8)

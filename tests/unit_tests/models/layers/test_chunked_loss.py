@@ -1,4 +1,4 @@
-"""Cross-entropy in pieces: the same numbers, less memory, one gradient per parameter and microbatch."""
+"""Chunked cross-entropy: the same numbers, less memory, one gradient per parameter and microbatch."""
 
 import weakref
 from collections import Counter
@@ -49,12 +49,12 @@ def gradients(size: int, dtype: torch.dtype = torch.float32, positions: int = 33
 
 
 @pytest.mark.parametrize("size", [1, 2, 10, 64])
-def test_losses_and_gradients_are_those_of_the_whole(size: int) -> None:
+def test_losses_and_gradients_equal_those_of_the_whole(size: int) -> None:
     for whole, pieces in zip(gradients(66), gradients(size), strict=True):
         assert (whole - pieces).abs().max() <= 1e-6 * whole.abs().max()
 
 
-def test_a_second_derivative_is_refused_and_not_left_out() -> None:
+def test_a_second_derivative_raises() -> None:
     hidden, weight = torch.randn(6, 1, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     loss = chunked_losses(head, hidden, weight, torch.zeros(1, 6, dtype=torch.int64), 2).sum()
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: what each depth is to predict, against a naive reference."""
+"""Multi-token prediction: the targets of each depth, against a naive reference."""
 
 import numpy as np
 import pytest

@@ -59,7 +59,7 @@ def test_scan_is_the_recurrence(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_state_starts_anew_with_each_sequence(name: str) -> None:
+def test_state_is_reset_at_each_sequence(name: str) -> None:
     seq_idx = sequences(*PACKS[name])
     values = inputs(seq_idx.shape[1])
     packed = ssd_scan(*values, seq_idx=seq_idx, chunk_size=8)

@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else runs no code, and what it holds is refused before it is used."""
+"""A checkpoint from a stranger runs no code, and invalid content is refused before use."""
 
 import math
 import os
@@ -170,14 +170,14 @@ def sized(index: Metadata, size: Any, chunks: Any = ()) -> Metadata:
 
 
 @pytest.mark.parametrize("what", BAD_INDEXES)
-def test_an_index_holds_what_an_index_does(folder: Path, what: str) -> None:
+def test_an_index_contains_only_known_types(folder: Path, what: str) -> None:
     wrong = BAD_INDEXES[what](read_index(folder))
     replace_index(folder, wrong.content if isinstance(wrong, deep) else pickle.dumps(wrong))
     (problem,) = problems_of(folder, verify=True)
     assert str(folder / INDEX) in problem and ("is not a checkpoint index" in problem or "refused" in problem), problem
 
 
-def test_an_index_leaves_the_classes_as_they_are(folder: Path) -> None:
+def test_an_index_does_not_modify_classes(folder: Path) -> None:
     before = dict(vars(Metadata))
     replace_index(folder, altered_class({"__init__": None, "new": 1}))
     (problem,) = problems_of(folder, verify=True)
@@ -205,7 +205,7 @@ def test_an_object_is_of_plain_values(content: bytes) -> None:
         load_object(folder_object(content), "somewhere: x")
 
 
-def test_what_checkpoints_hold_is_read_as_it_was() -> None:
+def test_values_of_checkpoints_are_read_unchanged() -> None:
     value = {"state": np.random.get_state(), "tensor": torch.arange(3), "list": [1, None, (2.5, "text", b"bytes")]}
     found = load_object(folder_object(saved(value)), "x")
     assert torch.equal(found["tensor"], value["tensor"]) and found["list"] == value["list"]  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def test_an_entry_that_is_missing_is_named(folder: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, "text"], ids=repr)
-def test_what_is_no_common_state_at_all(folder: Path, value: Any) -> None:
+def test_a_common_state_of_another_type(folder: Path, value: Any) -> None:
     replace_object(folder, "common_state", saved(value))
     assert problems_of(folder, verify=True) == [] if value == {} else problems_of(folder, verify=True)
 

@@ -113,7 +113,7 @@ def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_replicas_that_draw_weights_of_their_own_begin_with_the_firsts(distributed: bool) -> None:
+def test_replicas_start_with_the_weights_of_the_first(distributed: bool) -> None:
     drawn = CLASSIC | {"rng__data_parallel_random_init": True, "optimizer__use_distributed_optimizer": distributed}
     one = run_ranks(first_weights, 1, CLASSIC)[0]
     assert run_ranks(first_weights, 2, drawn) == [one, one]

@@ -279,9 +279,7 @@ def overlapping(overrides: dict[str, Any]) -> tuple[set[bool], int, list]:
     [(1, {}, False), (2, PP2 | VPP2, False), (2, TP2 | SP | MOE | ETP1, True), (2, {}, True)],
     ids=["one rank", "pp2 vpp2", "copies of experts alone", "dp2"],
 )
-def test_nothing_is_overlapped_where_no_parameter_has_copies(
-    ranks: int, overrides: dict[str, Any], expected: bool
-) -> None:
+def test_overlap_without_replicas_does_nothing(ranks: int, overrides: dict[str, Any], expected: bool) -> None:
     """Where there are none each collective of one rank would still be launched, in every bucket."""
     plain = run_ranks(overlapping, ranks, overrides)
     for (overlapped, buckets, results), (_, few, same) in zip(
@@ -318,7 +316,7 @@ def test_bf16_stays_close_to_float32() -> None:
         assert 1e-6 < worst_loss < 5e-3, worst_loss
 
 
-def test_what_routers_are_told_counts() -> None:
+def test_router_settings_take_effect() -> None:
     """Guards the comparisons above: a balancing loss or a choice of groups that did nothing would pass them."""
     alone = run_ranks(train_losses, 1, MOE, 2)[0]
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
@@ -349,6 +347,6 @@ def biases_before_and_after() -> list[torch.Tensor]:
     return found
 
 
-def test_a_step_that_is_left_out_moves_no_bias() -> None:
+def test_a_skipped_step_moves_no_bias() -> None:
     ((start_value, stepped, left_out),) = run_ranks(biases_before_and_after, 1)
     assert not stepped.equal(start_value) and left_out.equal(stepped)

@@ -1,4 +1,4 @@
-"""Settings that are passed on to megatron-core train like one rank, and change what is trained."""
+"""Settings passed to megatron-core train like one rank, and change the training."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_emerging_optimizers(name: str) -> None:
         pytest.param((2, {}), (1, {}), id="dp to one rank", marks=slow),
     ],
 )
-def test_muon_goes_on(before: tuple[int, Overrides], after: tuple[int, Overrides], tmp_path: Any) -> None:
+def test_muon_resumes(before: tuple[int, Overrides], after: tuple[int, Overrides], tmp_path: Any) -> None:
     whole = run_ranks(train_losses, 1, MUON, 4)[0]
     run_ranks(save_after, before[0], MUON | before[1], str(tmp_path), 2)
     resumed = run_ranks(resume, after[0], MUON | after[1], str(tmp_path), 2)[0]

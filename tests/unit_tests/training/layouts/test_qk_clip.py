@@ -251,5 +251,5 @@ def skipped(threshold: float) -> list[bool]:
     return found
 
 
-def test_steps_with_large_gradients_are_left_out() -> None:
+def test_steps_with_large_gradients_are_skipped() -> None:
     assert run_ranks(skipped, 1, 0.01) == [[True, True]] and run_ranks(skipped, 1, 1e4) == [[False, False]]

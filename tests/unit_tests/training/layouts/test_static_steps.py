@@ -1,4 +1,4 @@
-"""Steps of samples of one length: read one step ahead, the same samples in the same order, and none for nobody."""
+"""Steps of samples of one length: prefetched by one step, the same samples in the same order, none unused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def walk_and_close(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_agree_in_the_main_thread_and_no_thread_stays(workers: int) -> None:
+def test_ranks_communicate_in_the_main_thread_and_threads_end(workers: int) -> None:
     run_ranks(walk_and_close, 1, workers)
 
 
@@ -132,13 +132,13 @@ def walk_and_let_go() -> None:
     assert gone() is None and not multiprocessing.active_children()
 
 
-def test_steps_that_nobody_closes_end_with_who_held_them() -> None:
+def test_unclosed_steps_end_with_their_owner() -> None:
     """Their processes would be waited for, for ever, as this one ends: they leave it to their rank to stop."""
     run_ranks(walk_and_let_go, 1)
 
 
 @pytest.mark.parametrize(("iteration", "training", "last"), [(0, True, 6), (4, True, 6), (0, False, 3)])
-def test_nothing_is_read_for_nobody(iteration: int, training: bool, last: int) -> None:
+def test_only_trained_batches_are_read(iteration: int, training: bool, last: int) -> None:
     dataset = Numbered()
     with closing(open_static(dataset, iteration=iteration, training=training)) as steps:
         assert numbers(steps, last - iteration) == expected(iteration, last - iteration)
@@ -165,7 +165,7 @@ def test_the_state_is_of_the_steps_that_were_taken_and_found_with_no_thread_at_w
         (Numbered(length=2 * BATCH + 1), 2, "the data ends after 8 samples"),
     ],
 )
-def test_what_is_wrong_with_a_step_is_told_when_it_is_its_turn(dataset: Any, good: int, message: str) -> None:
+def test_an_error_of_a_step_is_raised_at_that_step(dataset: Any, good: int, message: str) -> None:
     with closing(open_static(dataset)) as steps:
         assert numbers(steps, good) == expected(0, good)
         with pytest.raises(DataError, match=message):
@@ -173,7 +173,7 @@ def test_what_is_wrong_with_a_step_is_told_when_it_is_its_turn(dataset: Any, goo
         assert steps._checks.told == [[]] * good + [[message]]  # type: ignore[attr-defined]
 
 
-def test_a_programs_own_fault_is_raised_as_it_is() -> None:
+def test_bugs_are_raised_unchanged() -> None:
     with closing(open_static(Numbered(damaged=BATCH, error=KeyError))) as steps:
         next(steps)
         with pytest.raises(KeyError, match="it is damaged"):
@@ -186,7 +186,7 @@ def slow() -> Iterator[Numbered]:
     yield Numbered(seconds=0.2)
 
 
-def test_closing_waits_for_what_is_being_read(slow: Numbered) -> None:
+def test_closing_waits_for_the_current_read(slow: Numbered) -> None:
     steps = open_static(slow)
     next(steps)
     steps.close()

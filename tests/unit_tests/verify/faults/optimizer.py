@@ -1,4 +1,4 @@
-"""Faults of the optimizer, of its schedule, and of what gathers the weights that its ranks changed."""
+"""Faults of the optimizer, of its schedule, and of gathering updated weights."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""What is known of a planted fault: what it does, where it is planted, what the verdict must say."""
+"""Properties of a planted fault: its effect, its place, the expected verdict."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

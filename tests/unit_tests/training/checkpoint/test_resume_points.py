@@ -1,4 +1,4 @@
-"""A run that was told how to begin goes on where it has come when the same command is given again."""
+"""The same command resumes a run from its latest checkpoint, however the run first started."""
 
 import re
 import shutil
@@ -37,14 +37,14 @@ def test_after_it_went_back_to_an_older_checkpoint(cli: Any, tmp_path: Path) -> 
 
 
 def test_after_it_began_with_a_fresh_optimizer(cli: Any, tmp_path: Path) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     begin = [*SCHEDULE, "checkpoint.load_optim=false", "train.train_iters=4", "checkpoint.save_interval=2"]
-    code, text = cli(*begin, f"checkpoint.save={undisturbed}")
+    code, text = cli(*begin, f"checkpoint.save={uninterrupted}")
     assert code == 0, text
     for stop in ("train.exit_interval=2", "train.exit_interval=2"):
         code, text = cli(*begin, stop)
         assert code == 0 and "optimizer state not loaded" not in text, text
-    assert losses(run) == losses(undisturbed)
+    assert losses(run) == losses(uninterrupted)
     code, text = cli(*begin, "train.train_iters=5")
     assert code == 0 and "optimizer state not loaded (checkpoint.load_optim=false)" in text, text
 
@@ -77,7 +77,7 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
             find_resume_point(config)
 
 
-def test_settings_that_came_later_count_as_they_are_by_default() -> None:
+def test_newer_settings_have_their_defaults() -> None:
     """Else a run that began as it says would begin once more after an update of the program."""
     config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
     saved = asdict(config)
@@ -94,7 +94,7 @@ def test_settings_that_came_later_count_as_they_are_by_default() -> None:
     assert not is_own_checkpoint(config, {})
 
 
-def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:
+def test_reading_checkpoints_changes_no_file(cli: Any, tmp_path: Path) -> None:
     """Their losses are those that the run had there, whatever schedule and layout the look is taken with."""
     run = tmp_path / "run"
 
