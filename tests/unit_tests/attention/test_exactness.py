@@ -342,7 +342,7 @@ def test_gradcheck():
 
 
 def _gradients_with_a_graph() -> list[str]:
-    """For each transport what is said of a second derivative, behind first ones that are those without a graph."""
+    """Return the error of a second derivative for each transport; first derivatives equal those without a graph."""
     pair, said = make_groups(2), []
     for comm_type in COMM_TYPES:
         inputs = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in range(3)]
@@ -361,6 +361,6 @@ def _gradients_with_a_graph() -> list[str]:
 
 
 def test_gradients_may_have_a_graph_but_no_derivatives():
-    """Not even where nobody would notice: a second derivative that is left out of a sum."""
+    """Also if the second derivative would silently be missing from a sum."""
     for said in run_ranks(_gradients_with_a_graph, 4):
         assert len(said) == 8 and all("second derivatives are not supported" in text for text in said), said

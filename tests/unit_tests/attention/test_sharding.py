@@ -1,4 +1,4 @@
-"""The zigzag split: its inverse, its definition, packs, and what it refuses."""
+"""The zigzag split: inverse, definition, packs, and refusals."""
 
 import subprocess
 import sys

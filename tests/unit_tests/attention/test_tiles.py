@@ -156,7 +156,7 @@ def test_a_kernel_that_skips_masked_pairs_gets_whole_diagonals():
     # Of all keys up to the queries' last, the diagonal ends in the last corner.
     gathered = tiles(plan_gathered(layout, 1, causal, TileSize()))
     assert gathered == [(Kind.BAND, 0, 16, 0, 24), (Kind.BAND, 16, 20, 32, 30)]
-    # A kernel that knows squares only gets what lies before the diagonal apart.
+    # A kernel for squares only gets the part before the diagonal separately.
     own, before = tiles(plan_gathered(Layout.dense(32, 2), 0, causal, TileSize(squares=True))), (Kind.FULL, 8, 8, 0, 16)
     assert before in own and {kind for kind, *_ in own} == {Kind.FULL, Kind.CAUSAL}
 

@@ -139,7 +139,7 @@ def test_a_described_environment_is_for_looking_only(run, started):
     ids=["the first rank", "the first of another node", "another"],
 )
 def test_one_rank_of_a_node_reports(run, started, monkeypatch, rank, local_rank, waits, begin):
-    """The launcher ends the other ranks of its node as soon as one has failed, and those of other nodes do not know."""
+    """The launcher ends the other ranks of its node as soon as one fails; ranks of other nodes get no message."""
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
@@ -220,7 +220,7 @@ sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r
         [sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"RANK": str(rank)},
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    said = "" if rank else "megatron-cp: interrupted\n"  # the first speaks for all
+    said = "" if rank else "megatron-cp: interrupted\n"  # the first reports for all
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 

@@ -132,7 +132,7 @@ def test_which_attention_and_why(run, found, overrides, attention):
 
 
 def test_missing_packages_of_a_recipe_are_listed_once(run):
-    """As rule K57 says it; what it would not use is not named."""
+    """With the wording of rule K57; packages that the recipe does not use are not named."""
     found = machine(transformer_engine=None, mamba_ssm=None)
     hybrid = ("--recipe", "mamba_hybrid_tiny_pretrain_config")
     code, out, err = run(found, *hybrid)

@@ -112,7 +112,7 @@ def test_reads_a_megatron_index(tmp_path, capsys):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
-    for length in (7, 0, 300, 1, 2500):  # of which two have nothing to predict
+    for length in (7, 0, 300, 1, 2500):  # two of them have nothing to predict
         builder.add_document(torch.arange(length, dtype=torch.int32), [length])
     builder.finalize(str(tmp_path / "text.idx"))
     assert main(["--lengths", str(tmp_path / "text.idx"), "--ranks", "4", "--max-seqlen-per-rank", "1024"]) == 0

@@ -60,7 +60,7 @@ def test_two_layouts_against_each_other() -> None:
 
 
 def test_the_flags_of_a_run_lay_out_both_sides() -> None:
-    """As in ``train``; overrides, those of ``--against`` among them, win over them."""
+    """As in ``train``; overrides take precedence, also those of ``--against``."""
     flags = ["-cp", "2", "-tp", "2", "--micro-batch-size", "2"]
     p2p = ["model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"]
     code, out, err = of_all_ranks(*flags, "--steps", "1", "--against", "model.cp_comm_type=a2a", *p2p)

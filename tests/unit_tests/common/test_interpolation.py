@@ -162,7 +162,7 @@ def test_the_variables_are_named_and_the_dry_run_keeps_them(
     assert SECRET not in out and yaml.safe_load(out)["logger"]["wandb_exp_name"] == "${oc.env:SECRET}"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    load_recipe(tmp_path / "mine.yaml")  # one rank says it
+    load_recipe(tmp_path / "mine.yaml")  # one rank logs it
     monkeypatch.setenv("RANK", "0")
     load_recipe(TINY)
     assert len(caplog.messages) == 1

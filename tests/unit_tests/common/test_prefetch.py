@@ -10,7 +10,7 @@ from megatron_cp.common.prefetch import Prefetch
 
 
 class Made:
-    """Makes what it is told to, when it may."""
+    """Return the given value when allowed."""
 
     def __init__(self, may: bool = True) -> None:
         self.asked: list[object] = []

@@ -97,7 +97,7 @@ def test_no_row_hides_a_setting() -> None:
 
 
 def test_every_name() -> None:
-    """What asks for nothing, or for what is done anyway, is accepted; all else is explained."""
+    """A value without effect, or one that always applies, is accepted; all others are explained."""
     ours = asdict(RunConfig())
     for name, meaning in _NAMES.items():
         for value in ("anything", 3, True) if meaning.accepted is None else meaning.accepted:

@@ -122,7 +122,7 @@ def test_number_of_parameters_is_the_published_one(name):
 
 
 def test_qwen_is_the_published_one_lengthened_as_on_its_model_card():
-    """Its config.json, and what the card adds to that for 128K tokens."""
+    """Its config.json, and the card's additions for 128K tokens."""
     m = load_recipe("qwen3_8b_128k_yarn_hcp_config").model
     _, published = model_from_hf(
         {

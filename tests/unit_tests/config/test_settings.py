@@ -69,7 +69,7 @@ def test_every_setting_is_declared_with_its_facts() -> None:
 
 
 def test_translated_settings_exist_in_megatron_core() -> None:
-    """Or nothing is passed on, and nothing translated: the mark would say what is not so."""
+    """Otherwise nothing is passed on or translated, and the mark would be wrong."""
     for section, upstream in write_settings.UPSTREAM.items():
         known = {each.name for each in fields(upstream)}
         for name, facts in facts_of(type(getattr(RunConfig(), section))).items():

@@ -39,7 +39,7 @@ def change_weights(folder: Path, **shapes: Any) -> None:
 
 
 def change_header(folder: Path, length: int | None = None, **values: Any) -> None:
-    """Another header of the weights' file: its length, or what it says of the last norm."""
+    """Change the header of the weights' file: its length, or its entry of the last norm."""
     path = folder / "hf/model.safetensors"
     content = path.read_bytes()
     (size,) = struct.unpack_from("<Q", content)
@@ -59,7 +59,7 @@ def cut(path: Path, size: int) -> None:
 
 
 NORM = "model__norm__weight"
-# What was done to a published model, and what is said of it.
+# Change to a published model, and the message.
 BROKEN = {
     "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json: cannot be read: No such file"),
     "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json: is not valid JSON"),

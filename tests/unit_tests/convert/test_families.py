@@ -11,7 +11,7 @@ from megatron_cp.config.setting import FUNCTION, WEIGHTS, facts_of
 from megatron_cp.convert.exporting import describe_positions
 from megatron_cp.models.families import hf_from_model, model_from_hf
 
-# What decides which weights there are, or what the model computes with them.
+# Settings that change the set of weights or the model's computation.
 DECISIVE = {name for name, facts in facts_of(ModelConfig).items() if {WEIGHTS, FUNCTION} & set(facts.affects)}
 LLAMA = ModelConfig(vocab_size=256, seq_length=64, max_position_embeddings=64, num_query_groups=2)
 LLAMA = RunConfig(model=LLAMA).finalize().model
@@ -195,7 +195,7 @@ def test_training_at_a_greater_length_warns(name: str, said: str) -> None:
 
 
 def factor_of_older_versions(values: dict[str, Any]) -> float:
-    """What transformers 4.51's ``_compute_yarn_parameters`` takes for the factor, whatever the factor is."""
+    """Return the factor that ``_compute_yarn_parameters`` of transformers 4.51 uses for any given factor."""
     return values["max_position_embeddings"] / values["rope_scaling"]["original_max_position_embeddings"]
 
 
@@ -220,7 +220,7 @@ def test_a_length_that_is_no_integer_is_reported() -> None:
 
 
 def test_a_model_without_a_window_states_it_in_two_keys() -> None:
-    """transformers 4.51 applies Qwen's default window of 4096 tokens whatever use_sliding_window said."""
+    """transformers 4.51 applies Qwen's default window of 4096 tokens even if use_sliding_window is false."""
     for name in ("bias", "norm", "experts and norm"):
         _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
         assert (values["use_sliding_window"], values["sliding_window"]) == (False, None)
@@ -314,7 +314,7 @@ def test_features_of_no_family_are_refused(name: str) -> None:
 
 
 def test_every_setting_of_the_model_is_thought_of() -> None:
-    """A new one that changes what a model computes must be converted or refused."""
+    """A new setting that changes a model's computation must be converted or refused."""
 
     of_the_refused = {name for changes in NO_COUNTERPART.values() for name in changes}
     of_the_converted = {name for _, changes in MODELS.values() for name in changes}
@@ -322,7 +322,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *("max_position_embeddings", "layernorm_epsilon"),
     }
-    left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # which the command says
+    left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # the command logs it
     left_out |= {name for name in DECISIVE if name.startswith("mup_")}  # read with use_mup only
     assert of_the_refused | of_the_converted | shape | set(HYBRID) | left_out >= DECISIVE
 
@@ -362,7 +362,7 @@ def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) ->
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
     window = values | {"sliding_window": 64, "max_window_layers": 1}
-    if model_type in ("mistral", "mixtral"):  # they know no such switch
+    if model_type in ("mistral", "mixtral"):  # they have no such setting
         for use in (False, True):
             assert model_from_hf(window | {"use_sliding_window": use})[1].window_size == [63, 0]
         return
@@ -537,7 +537,7 @@ def test_groups_of_nemotrons_experts_are_chosen_by_two() -> None:
 
 
 def test_mixtrals_weights_always_sum_to_one() -> None:
-    """It knows no switch for that."""
+    """Mixtral has no setting for that."""
     _, values = hf_from_model(replace(LLAMA, **MODELS["experts"][1]), rows=256)
     assert not model_from_hf(values | {"norm_topk_prob": False})[1].moe_router_pre_softmax
 

@@ -77,7 +77,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
-    """Save after two steps; the loss of the third, which is that of the weights saved."""
+    """Save after two steps; return the loss of the third step, which uses the saved weights."""
     run, batches = start(tiny_config(**overrides))
     for _ in range(2):
         train_step(run, next(batches).microbatches)
@@ -111,7 +111,7 @@ def test_a_run_publishes_what_it_trained(tmp_path: Path, monkeypatch: pytest.Mon
     ours = run_ranks(train_and_save, 4, str(tmp_path), overrides)
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     [(theirs, values)] = run_ranks(export_and_compute, 1, str(tmp_path), overrides)
-    # The last stages' ranks know the main loss; predicted tokens' losses are not part of it.
+    # The ranks of the last stage have the main loss, which excludes multi-token prediction.
     assert ours == pytest.approx([theirs] * 4, rel=2e-6)
     assert values["model_type"] == name.split(",")[0]
     assert values["vocab_size"] == (264 if "make_vocab_size_divisible_by" in str(overrides) else 256)
@@ -152,7 +152,7 @@ def test_half_precision_in_several_files(tmp_path: Path) -> None:
 
 
 def kept_in_float32(folder: str, variant: str, ahead: str) -> None:
-    """Routers' biases of a bf16 model; what it has for multi-token prediction stays behind."""
+    """Return the routers' biases of a bf16 model; its multi-token prediction is not exported."""
     path = Path(folder)
     publish(path / "hf", variant)
     file = path / "hf/model.safetensors"
@@ -263,7 +263,7 @@ def in_odd_places(folder: str) -> None:
     assert os.listdir(path / "here") == os.listdir(path / "link") == []
     damaged.write_text(good)
     import_model(path / "hf", path / "link")
-    os.chdir(path / "here")  # which was made anew
+    os.chdir(path / "here")  # which was created again
     export_model(path / "there", Path())
     assert (path / "here/model.safetensors").is_file()
     # Shards of something else beside the whole file: Hugging Face's library takes the whole file.

@@ -99,7 +99,7 @@ def test_the_models_random_numbers_are_unchanged(num_workers: int) -> None:
 
 
 def test_workers_are_as_their_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked, whatever a Python does by default: what backend/ has changed is changed in them, too."""
+    """Workers are forked under every Python version, so they have the changes that the package made to its process."""
 
     class HereOnly(Numbered):
         """No other interpreter could make one."""

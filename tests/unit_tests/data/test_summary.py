@@ -23,7 +23,7 @@ LENGTHS = [40, 1, 90, 33, 64, 2, 75, 51, 120, 28]
 
 
 def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
-    """Documents of these many tokens, the last of which is ``end``; every third one in two sequences."""
+    """Write documents of these lengths that end with ``end``; every third one has two sequences."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     rng = np.random.default_rng(len(lengths))
     for number, length in enumerate(lengths):
@@ -35,7 +35,7 @@ def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str], Datasets]]:
-    """The ``data:`` line of a run of ``samples`` training samples, the other lines, and the data sets."""
+    """Return the ``data:`` line of a run of ``samples`` training samples, the other lines, and the data sets."""
 
     def say(samples: int = 40, first: int = 0, **overrides: Any) -> tuple[str, list[str], Datasets]:
         given = {"train__train_iters": samples // 4, "tokenizer__eod_id": EOD, **overrides}
@@ -83,7 +83,7 @@ def test_windows(said: Any, tmp_path: Path) -> None:
 
 def test_windows_of_a_share_and_a_small_file(said: Any, tmp_path: Path) -> None:
     prefix = write(tmp_path / "corpus", LENGTHS)
-    # Sequences, of which some documents have two, are divided: 12 are for training, with documents 0 to 7.
+    # Sequences are divided, and some documents have two: 12 are for training, with documents 0 to 7.
     line, others, datasets = said(
         400, dataset__data_path=prefix, dataset__split="80,10,10", dataset__eod_mask_loss=True
     )
@@ -182,7 +182,7 @@ def test_mock_samples(said: Any) -> None:
         "data: MOCK DATA (random tokens) | 1,600 tokens, all in loss | 50 samples | run: 0.16 epochs | "
         "real: dataset.kind=null dataset.data_path=PREFIX"
     )
-    assert said(4000, dataset__mock_num_samples=50)[1] == others == []  # nobody minds how often
+    assert said(4000, dataset__mock_num_samples=50)[1] == others == []  # repeats are no problem
 
 
 @pytest.mark.parametrize("masked", [0.4, 0.8])

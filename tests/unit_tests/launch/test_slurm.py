@@ -8,7 +8,7 @@ from megatron_cp.cli import main
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.launch import slurm
 
-# The sixth of eight tasks, on the second of three nodes, as srun (22.05) says it.
+# Variables of srun (22.05) for the sixth of eight tasks, on the second of three nodes.
 TASK = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",

@@ -47,7 +47,7 @@ Launch = Callable[..., subprocess.Popen]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start a launcher of ranks that meet and wait, in a folder of its own."""
+    """Start a launcher of ranks that complete the rendezvous and wait, in its own folder."""
     launched: list[subprocess.Popen] = []
 
     def start(*options: str, module: str = "megatron_cp.torchrun", folder: str = "run") -> subprocess.Popen:
@@ -161,7 +161,7 @@ def test_values_in_the_launchers_store_run_no_code(launch: Launch, tmp_path: Pat
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which a program listens that answers nobody."""
+    """Yield a port of a program that listens but never answers."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -191,7 +191,7 @@ def test_the_named_fix_works(launch: Launch, tmp_path: Path, taken: int) -> None
 
 
 def keep_the_store(address: str, seconds: float) -> tuple[str, set[str]]:
-    """What a rank that is started without a launcher says, and where it listens."""
+    """Return the message of a rank started without a launcher, and its addresses."""
     os.environ["MASTER_ADDR"] = address
     if address != "localhost":
         os.environ["LOCAL_WORLD_SIZE"] = "1"

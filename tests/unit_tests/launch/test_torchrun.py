@@ -51,7 +51,7 @@ while time.monotonic() < end and len(asked) < 2:
 sys.exit(143)
 """
 
-# Ranks that hear nothing of each other by themselves, as with NCCL.
+# Ranks that do not detect each other's failures, as with NCCL.
 DEAF = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -96,7 +96,7 @@ ALONE = ("--standalone", "--nproc_per_node=2")
 
 
 class Launched:
-    """A launcher of two ranks, of which rank 1 works for ``seconds`` more once they are asked to stop."""
+    """Launcher of two ranks; rank 1 works for ``seconds`` more after a stop signal."""
 
     def __init__(
         self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None, script: str
@@ -127,7 +127,7 @@ class Launched:
         return [int(file.read_text()) for file in files]
 
     def ended(self) -> tuple[int, str]:
-        """The exit code and what was said."""
+        """Return the exit code and the output."""
         _, text = self.process.communicate(timeout=120)
         return self.process.returncode, text
 
@@ -234,7 +234,7 @@ def take_terminal() -> None:
 
 @pytest.mark.slow
 def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched]) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored by what is started now, too
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # new processes ignore it too
     try:
         run = launch()
     finally:
@@ -337,7 +337,7 @@ def test_failed_runs_are_restarted(launch: Callable[..., Launched]) -> None:
 def test_a_wrong_recipe_is_reported_once(launch: Callable[..., Launched]) -> None:
     run = launch(*ALONE, "--max-restarts=2", how="refuse")
     code, text = run.ended()
-    assert code == 2 and text == "", text  # the rank itself says what is wrong
+    assert code == 2 and text == "", text  # the rank itself reports the error
     assert run.written("pid0.*") == ["pid0.0"], text
 
 

@@ -70,7 +70,7 @@ def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
 
 
 def test_latent_attention_has_keys_for_every_head() -> None:
-    """Upstream tells Transformer Engine ``num_query_groups``, which does not say how many heads the keys have."""
+    """Upstream passes ``num_query_groups`` to Transformer Engine, which is not the number of key heads."""
     assert transformer_config(tiny_config(model__num_query_groups=2)).num_query_groups == 2
     latent: dict[str, Any] = {"model__num_query_groups": 2, "model__multi_latent_attention": True}
     assert transformer_config(tiny_config(**latent)).num_query_groups == 8

@@ -41,7 +41,7 @@ def test_nodes_with_file_systems_of_their_own_build_once_each(tmp_path: Path) ->
 
 
 def _outcome(at_fault: int | None) -> str:
-    """What ``run_once_per_node`` says on nodes of one rank each, of which one fails or each finds another value."""
+    """Return the result of ``run_once_per_node`` on nodes of one rank each: one fails, or each finds another value."""
     rank, os.environ["LOCAL_RANK"] = int(os.environ["RANK"]), "0"
 
     def work() -> int:

@@ -172,7 +172,7 @@ def talks(folder: str, device: str) -> None:
 
 
 def waits(folder: str, device: str) -> float:
-    """What is sent may change at once; what is received is there after ``wait`` or once it says that it is complete."""
+    """Sent tensors may change at once. Received ones are valid after ``wait``, or once the work is complete."""
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, into = own(rank, device), torch.full((size * 3, 4), -1.0, device=device)

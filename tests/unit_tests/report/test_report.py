@@ -198,7 +198,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 class Links(HTMLParser):
-    """Everything that a page would load from elsewhere."""
+    """Collect everything that a page would load from other places."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ def test_output_goes_through_the_terminal_module(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_printed_text_names_no_file_of_the_clone(path: Path) -> None:
-    """A wheel has none of them. installation.py knows whether there is a clone."""
+    """A wheel has none of these files. installation.py checks for a clone."""
     if path.name in ("installation.py", "document.py"):  # the latter is for docs/reference/rules.md
         return
     nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -33,7 +33,7 @@ def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
 
 
 def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
-    """The rows of as many cases, one of which fails in its first step with each of the errors."""
+    """Return one row per error: the case fails with it in its first step."""
     options = argparse.Namespace(
         tokens=64, steps=1, warm_up=0, chunk=64, overrides=["model.num_layers=1"], profile=None
     )
@@ -44,7 +44,7 @@ def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
         models.append(weakref.ref(run.model[0]))
         error = next(coming)
         if error is not None:
-            raise type(error)(*error.args)  # one that nobody else keeps, and all that its traceback holds
+            raise type(error)(*error.args)  # a copy, so that no other reference keeps its traceback alive
         return original(run, microbatches)
 
     gpu_pretrain.train_step = train_step

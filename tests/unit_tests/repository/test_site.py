@@ -37,7 +37,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 
 def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
-    """Links may lead elsewhere; scripts, styles, fonts and pictures may not."""
+    """Links may go to other hosts; scripts, styles, fonts and pictures may not."""
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert not re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?(?:https?:)?//", text), path
@@ -82,7 +82,7 @@ def test_only_one_page_lists_what_has_not_run(page: Path) -> None:
 
 
 def test_the_kubernetes_manifest_matches_the_schema() -> None:
-    """The schema is that of JobSet v1alpha2, without its descriptions; unknown fields are errors."""
+    """The schema is JobSet v1alpha2's, without descriptions; unknown fields are errors."""
     page = (DOCS / "how-to" / "kubernetes.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml title=\"jobset.yaml\"\n(.*?)```", page, flags=re.S)
     packed = Path(__file__).with_name("jobset_schema.json.gz").read_bytes()

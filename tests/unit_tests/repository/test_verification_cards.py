@@ -67,7 +67,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_a_card_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and what was not run stay; a recipe without a card gets one."""
+    """Commands and the list of what was not run are kept; a recipe without a card gets one."""
     monkeypatch.setattr(verification_cards, "CARDS", tmp_path / "cards")
     write(TINY, "0" * 40)
     path = tmp_path / "cards" / f"{TINY}.yaml"

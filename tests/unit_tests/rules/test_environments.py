@@ -194,7 +194,7 @@ class TestTransformerEngine:
     def test_requested_te_layers_must_be_installed_on_a_gpu_machine(self):
         wanted, old = "model.transformer_impl=transformer_engine", Environment(device="gpu", transformer_engine="2.9.0")
         assert self.rules(wanted) == set()
-        assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as every recipe of Bridge's says
+        assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as in every recipe of Bridge
         assert ("K8", "error") in self.rules(wanted, environment=Environment(device="gpu"))
         assert ("K8", "error") in self.rules(wanted, environment=old)
 
@@ -351,7 +351,7 @@ class TestEnvironment:
         monkeypatch.setattr("megatron_cp.rules.environment.read_driver", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         assert Environment.detect().gpus_per_node == 3
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank is shown only some, as Slurm may do
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank has access to some only, as Slurm may arrange
         assert Environment.detect().gpus_per_node == 8
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert Environment.detect().device == "cpu"

@@ -248,7 +248,7 @@ def test_a_shortened_warmup_warns():
 
 
 def test_a_warmup_flag_beside_a_recipes_fraction_is_refused(tmp_path):
-    """The fraction would win, and what was typed be dropped without a word."""
+    """The fraction would take precedence, and the typed value would be dropped silently."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"defaults: [{EXAMPLE_RECIPE}, _self_]\nscheduler: {{lr_warmup_fraction: 0.5, lr_warmup_iters: 0}}\n"

@@ -59,7 +59,7 @@ def test_a_shell_passes_every_override_unchanged():
 
 
 def left_after(*overrides, world_size=4):
-    """What is wrong, and what is left when the first alternative of the first fix is typed behind it."""
+    """Return the violations, and those left after typing the first alternative of the first fix."""
     example = Example(overrides, world_size)
     (found, *_) = violations_of(example)
     return found, violations_of(example, parse_fix(found.fix)[:1])

@@ -111,7 +111,7 @@ def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> N
 
 
 def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
-    """megatron-core loads the rows that both have: it knows no other reason for another number than padding."""
+    """megatron-core loads the rows that both have: it takes any difference for padding."""
     assert cli()[0] == 0
     for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
         code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
@@ -166,7 +166,7 @@ def test_another_schedule_exits_with_two_and_names_both_fixes(cli: Any) -> None:
 
 
 def test_the_recipe_of_a_short_run_can_be_trained_further(cli: Any, tmp_path: Path) -> None:
-    """The recipe's warmup is longer than the run; what is recorded is the one that was used."""
+    """The recipe's warmup is longer than the run; the recorded warmup is the one used."""
     assert cli("scheduler.lr_warmup_iters=10")[0] == 0
     longer = load_recipe(tmp_path / "run" / "config.yaml", ["train.train_iters=3"])
     assert [v for v in check(longer, 2, environment="cpu") if v.severity == "error"] == []
@@ -205,7 +205,7 @@ def test_pretrained_weights_are_loaded_once(cli: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_with_another_start_resumes_from_its_own_checkpoint(cli: Any, tmp_path: Path) -> None:
-    """The same command again goes on; the folder it began with is only where it began."""
+    """The same command resumes the run's own folder; the first checkpoint is only the start."""
     schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
     assert cli(*schedule, "train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
     again = [*schedule, "train.exit_interval=1", "train.train_iters=4", "checkpoint.ckpt_step=1"]

@@ -75,7 +75,7 @@ FAULTS: dict[Callable[[], None], str] = {
     weighed_tokens: "rank 1: the loss mask has values other than 0 and 1",
     no_more_data: "rank 1: the data ends after 0 samples",
 }
-# What a data worker itself finds; all others are found in the process that trains, whoever reads.
+# Errors that a data worker finds itself; the training process finds all others.
 OF_WORKERS = (unreadable_sample, no_more_data)
 
 

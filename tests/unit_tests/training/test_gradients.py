@@ -35,7 +35,7 @@ Trained = tuple[list[tuple[float, float]], list[torch.Tensor]]
 
 
 def as_upstream() -> None:
-    """megatron-core's own step in place of ours; the norm is what it says."""
+    """Run megatron-core's own step in place of ours; return its norm."""
 
     def apply(optimizer: Any, norm: float) -> bool:
         success, norms[0], _ = optimizer.step()
@@ -102,7 +102,7 @@ def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
     ],
 )
 def test_a_norm_whose_square_overflows_is_exact(name: str) -> None:
-    """Squares of 1e20 overflow float32. Clipped, these gradients are those of a run without the factor."""
+    """Squares of 1e20 overflow float32. After clipping, these gradients equal those of a run without the factor."""
     ranks, overrides = CASES[name]
     usual, large = (run_ranks(with_large_gradients, ranks, overrides, factor) for factor in (1.0, 2.0**80))
     for (results, parameters), (expected, same) in zip(large, usual, strict=True):
@@ -151,7 +151,7 @@ def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) ->
 
 
 def in_a_copy(run: Run) -> None:
-    """Of what the first rank's norm counts."""
+    """Return gradients that count in the first rank's norm."""
     changed_gradient(run, 1, "decoder.layers.2.input_layernorm.weight", math.inf)
 
 

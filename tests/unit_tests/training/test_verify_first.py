@@ -88,7 +88,7 @@ def keys(variants: list[list[str]]) -> list[str]:
 
 
 def test_verified_layouts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that do not change what is verified do not verify again; layouts, code, versions and variables do."""
+    """Settings without influence on the verified run do not verify again; layouts, code, versions and variables do."""
     same = [[], ["train.train_iters=9", "optimizer.lr=1e-2", "checkpoint.save=elsewhere", "logger.log_interval=7"]]
     other = [["model.cp_comm_type=a2a"], ["ddp.overlap_grad_reduce=true"], ["model.num_attention_heads=16"]]
     (found,) = run_ranks(keys, 1, [*same, *other])

@@ -35,7 +35,7 @@ def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
 
 
 def slow(overrides: dict[str, Any]) -> Any:
-    """Made of what the others have in other company."""
+    """Combinations of features that the others cover in other combinations."""
     return pytest.param(overrides, marks=pytest.mark.slow)
 
 

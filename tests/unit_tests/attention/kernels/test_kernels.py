@@ -129,7 +129,7 @@ def test_one_tile_in_half_precision_keeps_the_kernels_output():
     part = Gradient(query)
     part.add(slice(2, 6), out[:, :, 2:6])
     assert part._sum.dtype == torch.bfloat16 and torch.equal(part.finish()[2:6], out[:, :, 2:6].permute(2, 0, 1, 3))
-    # What is added to it is added in float32, and what the kernel made stays as it is.
+    # Sums are in float32, and the kernel's own output does not change.
     before = out.clone()
     result.add(slice(4, 8), out[:, :, 4:], lse[:, :, 4:])
     gradient.add(slice(4, 8), out[:, :, 4:])
@@ -250,7 +250,7 @@ def by_cudnn_on_cuda(
     """The worst difference, over the largest value, how many tiles cuDNN and FlashAttention computed both ways, and
     whether cuDNN is the faster one here.
 
-    With ``below_zero`` the scores of the first rows are so, by far: rows that fill up a block would be noticed.
+    With ``below_zero`` the scores of the first rows are far below zero: rows that fill up a block would change results.
     """
     drawn = inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
     if below_zero:
@@ -361,7 +361,7 @@ def packs_on_cuda(
         for whole, part in zip(want, (out.detach(), *grads), strict=True):
             whole[at : at + n] = part
     rubbish = [x.clone() for x in (*inputs, dout)]
-    for x in rubbish:  # what lies in the padding is nobody's business
+    for x in rubbish:  # padding does not count
         x[np.setdiff1d(np.arange(len(x)), real)] = torch.nan
     query, key, value, dout = (x.cuda() for x in rubbish)
     call = AttentionCall(layout, mask, 0.3, transformer_engine=te)

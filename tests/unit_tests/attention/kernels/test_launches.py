@@ -101,7 +101,7 @@ def attention(kernel, layout, mask, visits, tensors):
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(6, 0), Mask(5, 7), Mask(4, None)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_grouped_launches_equal_single_launches(mask, rank):
-    """With padding, so that rows are collected; and a stop's few rows are merged into those of the stop before."""
+    """With padding, so rows are collected; the few rows of a stop are merged into those of the previous stop."""
     layout = Layout((7, 29, 8, 1, 15, 0, 3), (8, 32, 8, 4, 16, 4, 4), 2)
     generator = torch.Generator().manual_seed(5)
     rows = layout.rows
@@ -123,7 +123,7 @@ def test_a_ring_stop_is_one_launch_for_any_number_of_sequences():
         for rank in range(4):
             for source in range(4):
                 assert len(group_launches(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU, ROOM)) == 1
-            # Of gathered keys, a rank's second chunk sees those of its first; a row alone sees all that it is given.
+            # With gathered keys a rank's second chunk attends to its first; a single row attends to all given keys.
             assert len(group_launches(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU, ROOM)) <= 4
 
 

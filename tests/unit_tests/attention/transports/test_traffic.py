@@ -78,7 +78,7 @@ def test_hierarchical():
 
 
 def test_a_window_saves_empty_hops():
-    """A window of one chunk needs the neighbours on both sides: two hops, whatever the size of the ring."""
+    """A window of one chunk needs the neighbours on both sides: two hops, for any size of the ring."""
     hops = 2 * KEYS_AND_VALUES // 6
     assert measured(6, "p2p", window_size=(8, 0)) == (hops * 4, hops * 8)
 

@@ -45,7 +45,7 @@ def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
     assert torch.equal(train[3]["loss_mask"], torch.ones(32))
 
 
-# The data's own tokenizer, and one that knows no more of it than these two numbers.
+# The data's own tokenizer, and one with only its vocabulary size and end-of-document id.
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, NullTokenizer(300, TOKENIZER.eod)], ids=["bytes", "null"])
 def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str], tokenizer: Tokenizer) -> None:
     config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
@@ -98,7 +98,7 @@ def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Ca
     written = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
     assert torch.equal(build_datasets(config.dataset, TOKENIZER, 50).train[0]["tokens"], first)
     assert {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written
-    # Other contents under the same name must not meet the old index.
+    # Other content under the same name must not use the old index.
     other = corpus("b", documents=25)
     for ending in (".bin", ".idx"):
         os.replace(other + ending, prefix + ending)
@@ -120,7 +120,7 @@ class _Runs:
 
 
 def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
-    """Data from somebody else may have a cache beside them; megatron-core ends in a traceback."""
+    """Data of unknown origin may have a cache beside them; megatron-core raises with a traceback."""
     prefix, marker = corpus("a"), tmp_path / "marker"
     config.dataset.data_path = prefix
     build_datasets(config.dataset, TOKENIZER, 50)
@@ -132,7 +132,7 @@ def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Call
 
 
 def test_a_longer_run_deals_the_same_samples_first(config: RunConfig, corpus: Callable[..., str]) -> None:
-    """Upstream shuffles all epochs of a run together: with more iterations, a resumed run would go on elsewhere."""
+    """Upstream shuffles all epochs together: with more iterations, a resumed run would continue with other samples."""
     prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
     for data_path in (prefixes[0], [0.6, prefixes[0], 0.4, prefixes[1]]):
         config.dataset.data_path = data_path
@@ -273,7 +273,7 @@ def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]
     config.dataset.data_path, config.dataset.split = corpus(), "9999,1,0"
     with pytest.raises(DataError, match=r"valid part of dataset.split=9999,1,0 has no documents \(the file has 40\)"):
         build_datasets(config.dataset, TOKENIZER, 10, 10)
-    build_datasets(config.dataset, TOKENIZER, 10)  # nobody asks for that part
+    build_datasets(config.dataset, TOKENIZER, 10)  # no sample of that part is needed
 
 
 def test_no_square_mask(config: RunConfig, corpus: Callable[..., str]) -> None:
@@ -323,8 +323,8 @@ def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) ->
     assert len(list((Path(config.dataset.data_path).parent / "cache").iterdir())) == 1
 
 
-def _times_heard(config: RunConfig) -> int:
-    """How often this rank hears of the others while a node's first rank takes a second to build the index."""
+def _count_collectives(config: RunConfig) -> int:
+    """Count the collectives of this rank while a node's first rank takes a second to build the index."""
     build, gather, times = datasets._build_with_megatron_core, dist.all_gather_object, []
 
     def slowly(*arguments: Any) -> Any:
@@ -347,8 +347,8 @@ def _times_heard(config: RunConfig) -> int:
 def test_waiting_for_a_long_build_takes_several_collectives(config: RunConfig, corpus: Callable[..., str]) -> None:
     """In one collective it would run into dist.distributed_timeout_minutes."""
     config.dataset.data_path = corpus()
-    first, second = run_ranks(_times_heard, 2, config, timeout=120)
-    assert first == second > 4  # that many where nothing is said meanwhile
+    first, second = run_ranks(_count_collectives, 2, config, timeout=120)
+    assert first == second > 4  # with one collective only there would be this many
 
 
 def _message(config: RunConfig) -> str:

@@ -46,7 +46,7 @@ def environment(path: Path) -> float | None:
     return Environment.describe(str(path)).gpus_per_node
 
 
-# How a file is read, a name for it, its text, and what is found in it.
+# How a file is read, its name, its text, and the expected content.
 READERS: dict[str, tuple[Callable[[Path], Any], str, str, Any]] = {
     "text": (texts_of, "a.txt", "A caf\u00e9.", ["A caf\u00e9."]),
     "lines": (texts_of, "a.jsonl", '{"text": "A caf\u00e9."}\n{"text": "two"}\n', ["A caf\u00e9.", "two"]),

@@ -100,7 +100,9 @@ def test_data_of_another_tokenizer_names_that_one(config: RunConfig, prepared: A
     check_data(config, prefix, load_recipe("llama_tiny_pretrain_config", fix).tokenizer)
     with pytest.raises(DataError, match="the documents begin with token 0, but documents of the run's"):
         check_data(config, prefix, TokenizerConfig("ByteLevelTokenizer"))
-    check_data(config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1))  # tokenized elsewhere
+    check_data(
+        config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1)
+    )  # tokenized by another program
     Path(settings.tokenizer_model or "", "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"Fix: make the files again with megatron-cp preprocess and the run"):
         check_data(config, prefix, other)

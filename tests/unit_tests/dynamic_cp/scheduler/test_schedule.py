@@ -151,7 +151,7 @@ def test_dynamic_beats_fixed_cp(cost, mode):
 @pytest.mark.parametrize(
     ("cost", "mode", "distribution", "ranks", "m", "count", "seed"),
     [
-        # 99 % of the tokens there are fit one microbatch: what is left over must not take long.
+        # 99 % of the tokens there are fit one microbatch: the rest must not take long.
         ("a100_mha_slownet", "barrier", "wikipedia", 128, 16384, 2048, 0),
         # The estimate favours microbatches that are too short.
         ("h100_70b_tp8", "pipeline", "bimodal", 128, 8192, 2048, 0),
@@ -171,7 +171,7 @@ def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, cou
 @pytest.mark.parametrize(
     ("cost", "lengths", "ranks", "sync_ranks"),
     [
-        # Over half of what a rank holds: a sample a job, however many tokens stay free.
+        # Over half of a rank's limit: one sample a job, however many tokens stay free.
         ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 4),
         ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 16),
         ("a100_moe3b", sample_lengths("long", 1500, 16384, 0), 32, 8),
@@ -329,7 +329,7 @@ def test_static_packing_has_as_few_microbatches_as_will_do(lengths, cp_size, rep
 
 @pytest.mark.parametrize("center", [0.6, 0.45, 0.3])
 def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
-    """Where most samples are a little over half, or a third, of what a group holds, tokens say little about bins."""
+    """If most samples are a little over half, or a third, of a group's limit, tokens do not determine the bins."""
     tries = []
     pack = fixed.most_room
     monkeypatch.setattr(fixed, "most_room", lambda *arguments: tries.append(1) or pack(*arguments))

@@ -63,7 +63,7 @@ def test_a_second_derivative_raises() -> None:
 
 
 def test_the_weights_gradient_is_summed_in_float32() -> None:
-    """Over 500 pieces: a sum in bf16 would lose what is smaller than its last bit, again and again."""
+    """Over 500 pieces: a sum in bf16 would repeatedly lose values below its last bit."""
     exact = gradients(1000, positions=500)[2]
 
     def error(size: int) -> float:

@@ -156,7 +156,7 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
 
 
 def fused_arguments() -> dict[str, Any]:
-    """What mamba-ssm's kernel is called with, by a stand-in that computes what its documentation says."""
+    """Return the arguments of mamba-ssm's kernel, with a stand-in that follows its documentation."""
     from megatron_cp.models.layers.mamba import kernel as mamba
     from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 

@@ -90,7 +90,7 @@ def test_a_layer_that_depths_share_reports_its_mean() -> None:
 def test_only_requested_losses_are_reported() -> None:
     silent = {"model__moe_aux_loss_coeff": 0.0, "model__moe_z_loss_coeff": None}
     balanced = {"model__moe_router_load_balancing_type": "none"}
-    weightless = silent | {"model__moe_z_loss_coeff": 0.0}  # of which upstream reports 0 / 0
+    weightless = silent | {"model__moe_z_loss_coeff": 0.0}  # upstream reports 0 / 0 for it
     for more, names in ((weightless, []), (silent, []), (balanced, ["z_loss"]), (None, [])):
         ((losses, _, _),) = run_ranks(of_two_steps, 1, {} if more is None else EXPERTS | more)
         assert list(losses) == names

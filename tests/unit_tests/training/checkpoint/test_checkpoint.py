@@ -111,7 +111,7 @@ def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: P
 
 
 def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
-    """Upstream cuts what it saves at offsets that count padding that it does not save."""
+    """Upstream splits saved state at offsets that include padding, which it does not save."""
     model = layers_for()
     uninterrupted = run_ranks(train_losses, 4, model | CP2 | BUCKETS, 4)[0]
     run_ranks(save_after, 4, model | CP2 | BUCKETS, str(tmp_path), 2)
@@ -147,7 +147,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, An
 
 
 def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None:
-    """Distributed or not, what it is for is the same; but only the distributed one names it alike in both."""
+    """Both optimizers have the same state, but only the distributed one uses the same names in both precisions."""
     plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
     run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
     with pytest.raises(RanksFailed, match=r"state of a different optimizer: mixed_precision is 'bf16' here and 'fp32'"):
@@ -322,5 +322,5 @@ def save_as_one_kind_and_load_as_the_other(folder: str, state_first: bool) -> No
 
 @pytest.mark.parametrize("state_first", [False, True])
 def test_layers_without_extra_state_resume_as_layers_with_one(tmp_path: Path, state_first: bool) -> None:
-    """What is trained or imported without Transformer Engine goes on with it, and back."""
+    """Checkpoints and imports without Transformer Engine resume with it, and back."""
     run_ranks(save_as_one_kind_and_load_as_the_other, 2, str(tmp_path), state_first)

@@ -214,7 +214,7 @@ def test_values_of_checkpoints_are_read_unchanged() -> None:
     assert before and set(torch.serialization.get_safe_globals()) == set(before), "others' lists are as before"
 
 
-# Where in what is no tensor, what is put there, and what is said of it.
+# Place outside of tensors, the value put there, and the message.
 ALTERED: list[tuple[str, Any]] = [
     *((f"progress.{name}", value) for name in ("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations")
       for value in (None, -1, "3", 2.0)),

@@ -55,7 +55,7 @@ def root(original: Path, tmp_path: Path) -> Path:
 
 
 def detected(root: Path, path: Path) -> bool:
-    """Whether a run, or ``convert``, would say something of a changed file."""
+    """Return whether a run, or ``convert``, reports a changed file."""
     if path.name != LATEST:
         return bool(problems_of(path.parent, verify=True))
     try:
@@ -163,7 +163,7 @@ def config_of(root: Path, **checkpoint: Any) -> Any:
     ],
 )  # fmt: skip
 def test_the_fix_loads_the_other_checkpoint(root: Path, settings: dict[str, Any], advice: str) -> None:
-    """Whatever the run was told: a damaged one of its own is not passed over in silence."""
+    """A damaged checkpoint of the run itself is never skipped silently, for any settings."""
     elsewhere = shutil.copytree(root, root.parent / "elsewhere")
     changed = {name: str(elsewhere) if value == "elsewhere" else value for name, value in settings.items()}
     with (root / "iter_0000011/.metadata").open("r+b") as file:

@@ -103,7 +103,7 @@ def test_an_added_or_removed_momentum_is_reported_before_the_start(
         RanksFailed, match=rf"optimizer.sgd_momentum is {momenta[1]} here and {momenta[0]} in the check"
     ):
         run_ranks(resumed, 1, SGD | {"optimizer__sgd_momentum": momenta[1]}, str(tmp_path))
-    # With a fresh optimizer it goes on.
+    # With a fresh optimizer it resumes.
     without = SGD | {"optimizer__sgd_momentum": momenta[1], "checkpoint__load_optim": False}
     run_ranks(resumed, 1, without, str(tmp_path))
 

@@ -188,7 +188,7 @@ def locks_of(inode: int, listed: str) -> str:
 
 
 def test_a_deleted_lock_is_taken_again_and_named(cli: Any, tmp_path: Path) -> None:
-    """Somebody deletes the run's folder while the run trains: a lock on a deleted file keeps nobody out."""
+    """The run's folder is deleted while the run trains: a lock on a deleted file excludes no other run."""
     code, text = cli(*TWO_STEPS, before=lambda: after_second_step(lambda: shutil.rmtree(tmp_path / "run")))
     assert code == 0 and "was deleted or moved during training. The run continues" in text, text
     assert latest_iteration(tmp_path / "run") == 2
@@ -221,7 +221,7 @@ def after_second_step(work: Callable[[], object]) -> None:
 
 
 def elsewhere() -> None:
-    """Rank 1 is on a node that has a folder of its own under the same name."""
+    """Simulate rank 1 on a node with another folder under the same name."""
     run_lock.VISIBILITY_TIMEOUT = 0.2
     if os.environ["RANK"] == "1":
         Path("elsewhere").mkdir()

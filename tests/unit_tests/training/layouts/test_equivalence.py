@@ -85,7 +85,7 @@ def test_decentralized_groups_train_bit_for_bit_like_the_mpu(name: str, steps: i
 
 
 def test_the_model_learns_and_the_mask_matters() -> None:
-    """Guards the comparisons above: a frozen model, or a mask that nobody reads, would pass them."""
+    """The comparisons above would pass with a frozen model or an unused mask."""
     losses = [loss for loss, _ in single_rank()]
     frozen = run_ranks(train_losses, 1, layers_for() | {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
     assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[-1]) > 1e-2
@@ -104,7 +104,7 @@ def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[fl
     "model", [MOE | {"model__mtp_num_layers": 1}, HYBRID_EXPERTS], ids=["experts and mtp", "hybrid"]
 )
 def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
-    """In every weight that is drawn; PyTorch's CPU generator forgets what a seed has beyond 32 bits."""
+    """Every initialized weight differs; PyTorch's CPU generator ignores a seed's bits beyond 32."""
     one, same, other = (run_ranks(first_weights, 1, model, seed)[0] for seed in (7, 7, 8))
     assert one == same
     drawn = [name for name, values in one.items() if len(set(values)) > 1]

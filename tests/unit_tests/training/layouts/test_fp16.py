@@ -68,7 +68,7 @@ def test_a_constant_scale_does_not_change() -> None:
 
 
 def stuck(overrides: dict[str, Any]) -> tuple[int, str]:
-    """How many steps overflow before the run ends, and what it says."""
+    """Return the number of overflowing steps before the run ends, and its message."""
     run, batches = start(tiny_config(model__num_layers=2, **overrides))
     for step in range(3 * MAX_SKIPPED_IN_A_ROW):
         try:

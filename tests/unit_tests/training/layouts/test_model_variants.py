@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
     "selective recomputation, hcp": ({}, 4, CP4 | HCP | {"model__recompute_granularity": "selective"}),
     "overlapped reductions, dp2 cp2": ({}, 4, CP2 | OVERLAPPED),
-    # Of what is built on a CPU, only the learned positions are drawn from the ranks' own seeds.
+    # On a CPU, only learned positions are initialized with a different seed on each rank.
     "replicas' own seeds, dp2 cp2": (CLASSIC, 4, CP2 | {"rng__data_parallel_random_init": True}),
     "plain optimizer, dp2 cp2": ({}, 4, CP2 | {"optimizer__use_distributed_optimizer": False}),
     "larger microbatches, pp2 cp2": ({}, 4, PP2 | CP2 | {"train__micro_batch_size": 2}),
@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
         PP2 | VPP2 | CP2,
     ),
 }
-# Another layout of what the fast part has already, or a part of one of its models.
+# Other layouts of models in the fast part, or parts of its models.
 SLOW = (
     "mha, hcp",
     "sliding window, hcp",
@@ -289,7 +289,7 @@ def test_overlap_without_replicas_does_nothing(ranks: int, overrides: dict[str, 
 
 
 def precisions() -> tuple[set, set, set]:
-    """Data types of the parameters, of their gradients' sums and of what the optimizer updates."""
+    """Return the data types of the parameters, of gradient sums and of the optimizer's copies."""
     run, batches = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
     before = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
     train_step(run, next(batches).microbatches)  # the warm-up starts with a learning rate of zero

@@ -43,7 +43,7 @@ class Numbered(torch.utils.data.Dataset):
 
 
 class Agreeing:
-    """In place of the checks among ranks: what this rank would tell of its batches."""
+    """Replace the checks among ranks: record the reports of this rank about its batches."""
 
     def __init__(self, run: Any) -> None:
         self.threads: set[threading.Thread] = set()
@@ -128,7 +128,7 @@ def walk_and_let_go() -> None:
     del steps
     deadline = time.monotonic() + 60
     while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the thread has told that it is done, and lets go
+        time.sleep(0.01)  # the thread has reported that it is done, and drops its references
     assert gone() is None and not multiprocessing.active_children()
 
 

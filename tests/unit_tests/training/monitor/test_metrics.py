@@ -51,7 +51,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """Clock that advances only when set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -113,7 +113,7 @@ def test_phases_cost_next_to_nothing() -> None:
 
 
 class Device:
-    """Stands in for CUDA's events on a device that does what it is told later, on a clock of its own."""
+    """Replace CUDA's events by a device that runs work later, on its own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[Any] = []
@@ -282,7 +282,7 @@ class FakeRun:
 def test_weights_and_biases_gets_the_numbers_and_one_run_over_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in, which shows what is asked of wandb and not that wandb takes it: for that the next test."""
+    """A stand-in records calls of wandb. The next test checks that wandb accepts them."""
     runs: list[FakeRun] = []
     stand_in = types.ModuleType("wandb")
     stand_in.init = lambda **arguments: runs.append(FakeRun(arguments)) or runs[-1]  # type: ignore[attr-defined]
@@ -350,7 +350,7 @@ def on_a_terminal(folder: str) -> None:
     os.environ.update(COLUMNS="110", TERM="xterm-256color")
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
-    metrics.console.cache_clear()  # one that an earlier test of this process made knows no terminal
+    metrics.console.cache_clear()  # a handler of an earlier test in this process has no terminal
     assert metrics.shows_progress_line("auto")
     reporter = Reporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):
@@ -379,7 +379,7 @@ def test_without_a_terminal_the_log_has_the_time_left(tmp_path: Path, caplog: py
 def test_without_progress_there_are_no_step_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, told: int
 ) -> None:
-    """On a terminal as elsewhere; what is not a step's is told, and the steps' numbers are written."""
+    """With and without a terminal. Other lines are logged, and numbers of steps are written."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)

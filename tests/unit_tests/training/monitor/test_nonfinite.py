@@ -20,7 +20,7 @@ from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, TP2, VPP2
 def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> Any:
     """Put a nan into one element of a module's output, or an infinity into its gradient, on one rank.
 
-    Counts microbatches anew after each step's passes, the second look's too. Returns what ends it.
+    Counts microbatches from zero after each pass of a step, the second pass too. Returns the final error.
     """
     if int(os.environ["RANK"]) != rank:
         return lambda: None
@@ -96,7 +96,7 @@ def test_rank_microbatch_and_layer_are_named(
 
 
 def skipping(overrides: dict[str, Any], passing: bool) -> tuple[list[float], str]:
-    """Losses of steps of which the second is poisoned; and what ends them if it does not pass."""
+    """Return losses of steps whose second has NaN, and the error if NaN persists."""
     run, batches = start(tiny_config(train__on_nonfinite="skip", **overrides))
     losses = [train_step(run, next(batches).microbatches).loss]
     end = poison(run, 0, "decoder.layers.1.mlp.linear_fc1", 1, True)

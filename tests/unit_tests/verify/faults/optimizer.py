@@ -19,7 +19,7 @@ Patch = AbstractContextManager[Any]
 
 
 def _scheduler(change: Callable[[Any], None]) -> Patch:
-    """Change the scheduler that a run is built with, and let it set what it changes."""
+    """Patch the scheduler of a run, and let it set the changed values."""
 
     def wrap(build: Callable) -> Callable:
         def built(*args: Any, **settings: Any) -> Any:
