@@ -79,7 +79,7 @@ class Chain:
         assert life.code == 0, f"the uninterrupted run failed: {life}\n{life.text[-3000:]}"
         self.reference = losses_of(folder)
 
-    def has_ended(self, life: Life, problems: list[str], strike: Strike | None, tell: Callable[[str], None]) -> bool:
+    def has_ended(self, life: Life, problems: list[str], strike: Strike | None, log: Callable[[str], None]) -> bool:
         """Judge an ended launch, and begin a new folder if this one is complete or broken."""
         problems = problems + life.problems_of_the_end(self.reference)
         came_to_train = life.trains or life.code == 0
@@ -88,7 +88,7 @@ class Chain:
         if problems:
             blamed = strike or (self.unproven[-1] if self.unproven else Strike("nothing", "", "", life.launcher))
             blamed.problems += [f"{'; '.join(problems)}\n    folder {life.folder}\n    {life}"]
-            tell(f"  FAILED: {'; '.join(problems)}")
+            log(f"  FAILED: {'; '.join(problems)}")
         if came_to_train or problems:
             self.unproven = []
         if life.code == 0 or problems:
@@ -136,7 +136,7 @@ def continues(life: Life) -> bool:
     return life.wait_until(lambda: life.has_trained_since(now))
 
 
-def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print) -> list[Strike]:
+def chaos(count: int, seed: int, home: Path, log: Callable[[str], None] = print) -> list[Strike]:
     """Strike ``count`` times; return all strikes with their problems."""
     draw = random.Random(seed)
     kinds, launchers = deck(draw), itertools.cycle(LAUNCHERS)
@@ -164,7 +164,7 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
                 strikes.append(strike)
                 chain.unproven.append(strike)
                 if action == THAW and continues(life):
-                    tell(f"{len(strikes)}: {', '.join(strike.kind)}: goes on")
+                    log(f"{len(strikes)}: {', '.join(strike.kind)}: continues")
                     continue
             left = life.wait_for_the_end(ENDS_WITHIN if struck else ENDS_WITHIN + 60)
             problems = [f"{len(left)} processes left: {', '.join(left)}"] if left else []
@@ -172,14 +172,14 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
                 problems.append(f"exit code {life.code} after it was frozen for a moment")
             if struck:
                 strike.seconds = time.monotonic() - struck_at
-                tell(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code} after {strike.seconds:.1f} s")
-            chain.has_ended(life, problems, strike if struck else None, tell)
+                log(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code} after {strike.seconds:.1f} s")
+            chain.has_ended(life, problems, strike if struck else None, log)
             life = None
         for chain in chains.values():  # the last recoveries
             if chain.unproven:
                 life = chain.start(LAUNCHERS[0] if chain.ranks == 2 else LAUNCHERS[2])
                 left = life.wait_for_the_end(600)
-                chain.has_ended(life, [f"still ran after 600 s: {left}"] if left else [], None, tell)
+                chain.has_ended(life, [f"still ran after 600 s: {left}"] if left else [], None, log)
     finally:
         if life is not None:
             life.kill()

@@ -140,7 +140,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @mock.patch.dict(os.environ)
-def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = print) -> Soak:
+def soak(kind: str, iterations: int, folder: Path, seed: int = 1, log: Any = print) -> Soak:
     """Run the soak test; ``kind`` is one of :data:`LAYOUTS`."""
     draw = random.Random(seed)
     os.environ |= {"MEGATRON_CP_TEST_NO_INIT": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -155,7 +155,7 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
     began = time.monotonic()
     lives = one_life("uninterrupted", LAYOUTS[kind][0], None)
     assert {code for code, _ in lives} == {0}, (folder / "stderr0").read_text()[-3000:]
-    tell(f"uninterrupted: {iterations} iterations in {time.monotonic() - began:.0f} s")
+    log(f"uninterrupted: {iterations} iterations in {time.monotonic() - began:.0f} s")
     result = Soak([], losses_of(folder / "uninterrupted"), rss=[(rss[0], rss[1]) for _, rss in lives])
     while True:
         layout = draw.choice(LAYOUTS[kind])
@@ -171,7 +171,7 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
             assert "SIGKILL" in str(failed), failed
             codes = {-9}
         reached = latest_iteration(folder / "run") or 0
-        tell(
+        log(
             f"life {result.lives}: {layout[0]} ranks, from {start}, {signal.Signals(number).name} of {some} at {at}: "
             f"codes {codes}, saved {reached}"
         )

@@ -137,6 +137,6 @@ def test_as_a_user_runs_it() -> None:
     losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
     assert sum(losses[-5:]) / 5 < losses[0] / 2
     # The last loss is the same in the panel, the run's last message, its last log line, and metrics.jsonl.
-    said = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
+    reported = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
     logged = re.findall(r"iteration 150/150 \| lm loss: (\d\.\d{4})", done.stderr)
-    assert said == [f"{losses[-1]:.4f}"] * 2 and logged == [f"{losses[-1]:.4f}"]
+    assert reported == [f"{losses[-1]:.4f}"] * 2 and logged == [f"{losses[-1]:.4f}"]

@@ -152,9 +152,9 @@ def test_a_signalled_job_saves_and_the_next_resumes(slurm: Callable[..., str], t
 
         slurm("scancel", "--signal=TERM", job)
         wait_for(lambda job=job: job not in slurm("squeue", "--noheader", "--format=%i").split())
-        said = log.read_text()
-        assert said.count("SIGTERM: sent to the ranks, which exited with 143\n") == 2, said
-        assert (f"resumed from iteration {saved} " in said) == (number > 0)
+        reported = log.read_text()
+        assert reported.count("SIGTERM: sent to the ranks, which exited with 143\n") == 2, reported
+        assert (f"resumed from iteration {saved} " in reported) == (number > 0)
         before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
         assert saved > before
 
@@ -170,7 +170,7 @@ def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Pat
     wait_for(partial(has_trained, log))
     slurm("scancel", "--signal=TERM", job)
     wait_for(lambda: not slurm("squeue", "--noheader"))
-    said = log.read_text()
-    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in said, said
-    assert "SIGTERM: stopping after iteration" in said and "Traceback" not in said, said
+    reported = log.read_text()
+    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in reported, reported
+    assert "SIGTERM: stopping after iteration" in reported and "Traceback" not in reported, reported
     assert (run / "latest_checkpointed_iteration.txt").exists()

@@ -91,8 +91,8 @@ def some(names: Iterable[str], slow: Container[str] = LIKE_OTHERS) -> list[Any]:
 def without_places(waits: dict[str, int]) -> dict[str, int]:
     """Count by file of ours (or none) and kind: upstream's files and all line numbers may change."""
     found: dict[str, int] = {}
-    for told, count in waits.items():
-        place, kind = told.split(" ", 1)
+    for entry, count in waits.items():
+        place, kind = entry.split(" ", 1)
         if "te_on_cpu" in place:  # the kernels' stand-ins read their arguments
             continue
         ours = re.search(r"megatron_cp/.*?([a-z_]+\.py)", place)

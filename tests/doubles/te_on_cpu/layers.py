@@ -345,5 +345,5 @@ def attention_without_its_group() -> str:
 
 
 def test_the_probe_finds_attention_that_lost_its_group() -> None:
-    for said in run_ranks(attention_without_its_group, 4):
-        assert "differs from the one-rank answer" in said
+    for reported in run_ranks(attention_without_its_group, 4):
+        assert "differs from the one-rank answer" in reported

@@ -66,10 +66,10 @@ class Trial:
         problems = [f"ran longer than {self._limits.seconds:g} s"] if late else []
         if not late and code not in _FINE:
             problems.append(f"ended with {code}" if code > 0 else f"killed by {signal.Signals(-code).name}")
-        said = "".join((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-        if "Traceback (most recent call last)" in said:
-            problems.append(f"traceback: {_last_error(said)}")
-        elif code in (1, 2) and not said.strip():
+        reported = "".join((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+        if "Traceback (most recent call last)" in reported:
+            problems.append(f"traceback: {_last_error(reported)}")
+        elif code in (1, 2) and not reported.strip():
             problems.append("ended without a word")
         if left := _left_processes(self._pid):
             problems.append(f"left processes: {left}")
@@ -145,8 +145,8 @@ def _left_processes(session: int) -> str:
     return "; ".join(left)
 
 
-def _last_error(said: str) -> str:
-    lines = said[said.rfind("Traceback (most recent call last)") :].splitlines()[1:]
+def _last_error(reported: str) -> str:
+    lines = reported[reported.rfind("Traceback (most recent call last)") :].splitlines()[1:]
     where = [line.strip() for line in lines if line.startswith("  File")]
     what = next((line for line in lines if line and not line.startswith(" ")), "")
     return f"{what[:200]} ({where[-1] if where else 'nowhere'})"

@@ -77,6 +77,6 @@ def _graphs() -> tuple[list[int], str]:
 
 
 def test_attention_is_in_no_compiled_graph():
-    ((graphs, said),) = run_ranks(_graphs, 1)
+    ((graphs, reported),) = run_ranks(_graphs, 1)
     assert graphs == [1, 1]  # the product before it and the one behind it
-    assert "torch.compiler.disable" in said and "it communicates and chooses kernels on the host" in said
+    assert "torch.compiler.disable" in reported and "it communicates and chooses kernels on the host" in reported

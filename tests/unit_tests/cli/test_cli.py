@@ -220,8 +220,8 @@ sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r
         [sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"RANK": str(rank)},
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    said = "" if rank else "megatron-cp: interrupted\n"  # the first reports for all
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+    reported = "" if rank else "megatron-cp: interrupted\n"  # the first reports for all
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", reported)
 
 
 def test_the_installed_program_is_the_module():
@@ -342,7 +342,7 @@ def test_a_closed_output_pipe_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "reported"),
     [
         (f"validate --recipe {TINY} >&-", 0, ""),
         ("doctor >&-", 0, ""),
@@ -350,12 +350,12 @@ def test_a_closed_output_pipe_is_no_error():
         ("schedule --distribution mock --count 64 --longest 8192 --ranks 8 | true", 0, ""),
     ],
 )
-def test_an_unwritable_output_prints_no_traceback(command, code, said):
+def test_an_unwritable_output_prints_no_traceback(command, code, reported):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{shlex.quote(sys.executable)} -m megatron_cp {command}"],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, reported)
 
 
 def test_a_recipes_variables_are_set_before_torch_and_exported_ones_win(run, started, monkeypatch):

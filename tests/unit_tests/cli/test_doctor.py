@@ -72,7 +72,7 @@ def test_experts_are_among_the_fused_kernels(run):
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "said"),
+    ("found", "code", "reported"),
     [
         (machine(transformer_engine=None), 0, "  install Transformer Engine for the fastest"),
         (machine(transformer_engine="2.9.0"), 0, "  update Transformer Engine from 2.9.0 to at least 2.10.0"),
@@ -93,9 +93,9 @@ def test_experts_are_among_the_fused_kernels(run):
         (machine(flash_attn=None, apex=None, mamba_ssm=None, causal_conv1d=None, NCCL=None), 0, "nothing to do"),
     ],
 )
-def test_missing_packages_are_named(run, found, code, said):
+def test_missing_packages_are_named(run, found, code, reported):
     assert run(found)[0] == code
-    assert said in run(found)[1]
+    assert reported in run(found)[1]
 
 
 @pytest.mark.parametrize(

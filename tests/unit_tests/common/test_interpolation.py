@@ -100,8 +100,8 @@ def test_ranks_compare_secrets_without_printing_them(tmp_path: Path, monkeypatch
     monkeypatch.setenv("SECRET", "another-secret")
     other = fingerprint(asdict(loaded(tmp_path)), Environment())
     assert digest(mine) != digest(other)
-    said = "\n".join(map(str, differences([mine, other])))
-    assert "logger.wandb_exp_name" in said and SECRET not in said and "another-secret" not in said
+    reported = "\n".join(map(str, differences([mine, other])))
+    assert "logger.wandb_exp_name" in reported and SECRET not in reported and "another-secret" not in reported
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
     os.environ.pop("WORLD_SIZE", None)
     if before is not None:
         before(Path(folder))
-    path = Path(folder) / "said"
+    path = Path(folder) / "reported"
     sys.stdout = sys.stderr = path.open("w", buffering=1)
     code = main(["convert", *arguments])
     return code, path.read_text()

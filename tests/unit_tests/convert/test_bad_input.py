@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_no_files(convert: Any, tmp_path: Path) -> None:
     code, text = convert("import", "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore", before=before)
     assert code == 1
     assert "could not be written" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "reported"]
 
     def import_first(folder: Path) -> None:
         from megatron_cp.convert.importing import import_model
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_no_files(convert: Any, tmp_path: Path) -> None:
     code, text = convert(*out, before=import_first)
     assert code == 1
     assert "could not be written" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore", "reported"]
 
 
 def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> None:
@@ -294,4 +294,4 @@ def test_a_stop_leaves_no_files(convert: Any, tmp_path: Path, monkeypatch: pytes
 
     paths = ("--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore")
     assert convert("import", *paths, before=before)[0] == 143
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "reported"]

@@ -183,13 +183,13 @@ def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
+    ("name", "reported"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
 )
-def test_training_at_a_greater_length_warns(name: str, said: str) -> None:
+def test_training_at_a_greater_length_warns(name: str, reported: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
     _, values = hf_from_model(trained.model, rows=256)
     (text,) = describe_positions(trained.model, values["max_position_embeddings"])
-    assert text.startswith(f"max_position_embeddings in config.json {said}")
+    assert text.startswith(f"max_position_embeddings in config.json {reported}")
     trained.model.seq_length = 64
     assert describe_positions(trained.model, 64) == []
 
@@ -199,15 +199,14 @@ def factor_of_older_versions(values: dict[str, Any]) -> float:
     return values["max_position_embeddings"] / values["rope_scaling"]["original_max_position_embeddings"]
 
 
-@pytest.mark.parametrize(("declared", "said"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
-def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
-    """Whatever a run declares, its export declares the factor times the original length."""
+@pytest.mark.parametrize(("declared", "note"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
+def test_older_versions_read_the_same_yarn(declared: int, reported: str) -> None:
+    """For any declared length, the export declares the factor times the original length."""
     trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
     _, values = hf_from_model(trained.model, rows=256)
     assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
-    assert said in "".join(describe_positions(trained.model, 64)) and bool(
-        describe_positions(trained.model, 64)
-    ) == bool(said)
+    positions = describe_positions(trained.model, 64)
+    assert note in "".join(positions) and bool(positions) == bool(note)
     # And an import of a model that declares something else, as Qwen 3 with its documented scaling does.
     assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
 

@@ -124,8 +124,8 @@ def halves(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path / "hf32", dtype=torch.bfloat16)
     model.save_pretrained(path / "hf", max_shard_size="40KB")
     assert len(list((path / "hf").glob("*.safetensors"))) > 2
-    said = import_model(path / "hf", path / "mcore")
-    assert "bfloat16" in said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in reported
     export_model(path / "mcore", path / "out")
     export_model(path / "mcore", path / "out32", dtype="float32")
     there = model.state_dict()
@@ -159,8 +159,8 @@ def kept_in_float32(folder: str, variant: str, ahead: str) -> None:
     there = {name: t if name.endswith("correction_bias") else t.bfloat16() for name, t in load_file(file).items()}
     further = {f"{ahead}.{name}.weight": torch.ones(64) for name in ("eh_proj", "enorm")}
     save_file(there | further, file, metadata={"format": "pt"})
-    said = import_model(path / "hf", path / "mcore")
-    assert "bfloat16" in said and "multi-token prediction layers: not converted (2 tensors)" in said, said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in reported and "multi-token prediction layers: not converted (2 tensors)" in reported, reported
     export_model(path / "mcore", path / "out")
     back = load_file(path / "out/model.safetensors")
     assert back.keys() == there.keys()
@@ -190,8 +190,8 @@ def with_tokenizer(folder: str) -> None:
     values = json.loads((path / "out/config.json").read_text())
     assert (values["bos_token_id"], values["eos_token_id"], values["pad_token_id"]) == (1, [3, 5], 0)
     shutil.rmtree(path / "mcore/tokenizer")
-    said = export_model(path / "mcore", path / "moved")
-    assert "no tokenizer exported: tokenizer.tokenizer_model=" in said and "no such file or folder" in said
+    reported = export_model(path / "mcore", path / "moved")
+    assert "no tokenizer exported: tokenizer.tokenizer_model=" in reported and "no such file or folder" in reported
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def of_several_dtypes(folder: str) -> None:
     file = path / "hf/model.safetensors"
     tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    said = import_model(path / "hf", path / "mcore")
-    assert "float32): " in said and "several dtypes" in said and "--torch-dtype" in said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "float32): " in reported and "several dtypes" in reported and "--torch-dtype" in reported
     assert "several dtypes" not in import_model(path / "hf", path / "as asked", dtype="float32")
     export_model(path / "mcore", path / "out")
     back = load_file(path / "out/model.safetensors")

@@ -179,8 +179,8 @@ def taken() -> Iterator[int]:
 def test_a_launcher_names_a_port_that_is_taken(launch: Launch, tmp_path: Path, taken: int, where: str) -> None:
     run = launch(*where.format(taken).split())
     text = run.communicate(timeout=180)[1]
-    said = f"megatron-cp: port {taken} of 127.0.0.1: another process listens there. Fix: "
-    assert run.returncode == 1 and text.startswith(said) and text.count("\n") == 1, text
+    expected = f"megatron-cp: port {taken} of 127.0.0.1: another process listens there. Fix: "
+    assert run.returncode == 1 and text.startswith(expected) and text.count("\n") == 1, text
 
 
 @pytest.mark.slow

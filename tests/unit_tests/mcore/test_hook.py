@@ -136,12 +136,13 @@ sys.exit(main(["{command}", "--recipe", "mamba_hybrid_tiny_pretrain_config", "pa
 
 
 @pytest.mark.parametrize(
-    ("told", "option", "packages"), [BROKEN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in BROKEN[1:])]
+    ("message", "option", "packages"),
+    [BROKEN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in BROKEN[1:])],
 )
-def test_broken_packages_are_reported(tmp_path: Path, told: str, option: str, packages: dict[str, str]) -> None:
-    command = "verify" if "mamba_ssm.ops" in told else "train"  # the other command that starts ranks
+def test_broken_packages_are_reported(tmp_path: Path, message: str, option: str, packages: dict[str, str]) -> None:
+    command = "verify" if "mamba_ssm.ops" in message else "train"  # the other command that starts ranks
     done = run_beside(tmp_path, packages, WITH_A_GPU.format(command=command))
     assert done.returncode == 2, done.stderr[-2000:]
     lines = done.stderr.splitlines()
-    assert lines[1] == f"error: {told}"
+    assert lines[1] == f"error: {message}"
     assert lines[2].startswith(f"    fix: in the clone: scripts/setup.sh {option}") and len(lines) == 3

@@ -41,8 +41,8 @@ def test_a_gpu_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch, at: str)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
     monkeypatch.setattr(*((torch.cuda, "set_device") if at == "set_device" else (torch, "zeros")), fail)
-    said = f"rank 13, on {socket.gethostname()}: GPU 5 of 8 cannot be used: CUDA error: uncorrectable ECC error encount"
-    with pytest.raises(RuntimeFault, match=said) as caught:
+    text = f"rank 13, on {socket.gethostname()}: GPU 5 of 8 cannot be used: CUDA error: uncorrectable ECC error encount"
+    with pytest.raises(RuntimeFault, match=text) as caught:
         start_distributed(DistributedConfig())
     assert "\n" not in str(caught.value) and not caught.value.on_all_ranks
 

@@ -91,9 +91,9 @@ def moves(folder: str, device: str) -> None:
     number = torch.tensor(float(rank), device=device)
     dist.broadcast(number, src=1)
     assert number.item() == 1.0
-    said: list[Any] = [None] * size
-    dist.all_gather_object(said, {"rank": rank})
-    assert said == [{"rank": r} for r in range(size)]
+    reported: list[Any] = [None] * size
+    dist.all_gather_object(reported, {"rank": rank})
+    assert reported == [{"rank": r} for r in range(size)]
     listed = [f"from {rank}"]
     dist.broadcast_object_list(listed, src=1)
     assert listed == ["from 1"]

@@ -206,8 +206,8 @@ def test_times_that_are_none_are_refused(
     events = two_steps()
     events[-1][field] = value
     assert main(["profile", str(written(tmp_path, events))]) == 2
-    said = capsys.readouterr().err
-    assert f"is damaged: the event 'cudaStreamSynchronize': {field}={value} is not a number of micro" in said
+    reported = capsys.readouterr().err
+    assert f"is damaged: the event 'cudaStreamSynchronize': {field}={value} is not a number of micro" in reported
 
 
 def test_a_trace_that_takes_no_time_is_refused(tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ def test_rules_are_linked_with_words(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_only_one_page_lists_what_has_not_run(page: Path) -> None:
-    said = re.findall(
+    reported = re.findall(
         r"no GPU has|not (?:been )?(?:run|tried|measured) (?:yet|on a)|not tried\b", page.read_text(encoding="utf-8")
     )
-    assert not said or page == CAVEATS
+    assert not reported or page == CAVEATS
 
 
 def test_the_kubernetes_manifest_matches_the_schema() -> None:

@@ -172,8 +172,8 @@ def test_only_layers_of_the_pattern_are_recomputed(
     overrides: tuple[str, ...], module: str, severity: str, message: str
 ) -> None:
     found = findings(*overrides, "model.recompute_granularity=selective", f"model.recompute_modules=[{module}]")
-    ((said, text),) = [(each.severity, each.message) for each in found if each.rule == "K7"]
-    assert said == severity and message in text
+    ((reported, text),) = [(each.severity, each.message) for each in found if each.rule == "K7"]
+    assert reported == severity and message in text
 
 
 def test_settings_of_experts_are_read_with_experts_alone() -> None:

@@ -531,9 +531,9 @@ def test_latent_attention_has_no_fused_rotary_embedding():
 
 def test_whose_fused_loss_has_no_effect_without_one():
     config = load_recipe(EXAMPLE_RECIPE, ["model.cross_entropy_fusion_impl=te"])
-    for environment, told in (("cpu", True), ("gpu", False)):
+    for environment, warns in (("cpu", True), ("gpu", False)):
         warnings = [v.rule for v in check(config, 4, environment=environment) if v.severity == "warning"]
-        assert ("K34" in warnings) == told
+        assert ("K34" in warnings) == warns
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_refused_stages_and_their_fixes(overrides: str, message: str, fix: str) 
         violations = check(load_recipe(EXAMPLE_RECIPE, [*FLAT, *own, *more]), 4, environment="cpu")
         return [violation.message for violation in violations if violation.rule == "A15"]
 
-    (said,) = found()
-    assert message in said
+    (reported,) = found()
+    assert message in reported
     assert found(fix) == []
 
 

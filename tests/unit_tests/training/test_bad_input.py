@@ -106,7 +106,7 @@ def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> N
     before = files(tmp_path)
     code, text = cli("model.hidden_size=64", "train.train_iters=2")
     assert code == 2 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
-    assert "_PARALLEL_GROUP" not in text, "told before any group is made"
+    assert "_PARALLEL_GROUP" not in text, "reported before any group is made"
     assert files(tmp_path) == before
 
 
@@ -155,7 +155,7 @@ def test_another_schedule_exits_with_two_and_names_both_fixes(cli: Any) -> None:
     assert cli()[0] == 0
     code, text = cli("train.train_iters=5")
     assert code == 2 and text.count("trained with a different learning-rate schedule") == 1, (code, text)
-    assert "_PARALLEL_GROUP" not in text, "told before any group is made"
+    assert "_PARALLEL_GROUP" not in text, "reported before any group is made"
     assert "train.train_iters is 5 here and 1 in the checkpoint" in text
     assert cli("train.train_iters=5", "scheduler.override_opt_param_scheduler=true")[0] == 0
     code, text = cli(

@@ -66,5 +66,5 @@ def slow(overrides: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_equal_to_one_rank(overrides: dict[str, Any]) -> None:
-    for equal, said, _ in run_ranks(compare, 4, overrides):
-        assert equal, said
+    for equal, reported, _ in run_ranks(compare, 4, overrides):
+        assert equal, reported

@@ -119,5 +119,5 @@ def test_probe_and_verification_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(_verify, 2) == [(True, [])] * 2
     allowed = keys_only._allowed
     monkeypatch.setattr(keys_only, "_allowed", lambda call, peers: allowed(call, peers).flip(0))
-    for said in run_ranks(_probe, 2):
-        assert f"layers 1, 2, 3, 4, {KEYS_ONLY.name} over ranks [0, 1]: the output" in said
+    for reported in run_ranks(_probe, 2):
+        assert f"layers 1, 2, 3, 4, {KEYS_ONLY.name} over ranks [0, 1]: the output" in reported

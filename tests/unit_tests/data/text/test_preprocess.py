@@ -82,14 +82,14 @@ def test_skipped_files_are_reported(
     arguments = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
     arguments += ["--tokenizer-type", "ByteLevelTokenizer"]
     assert script.main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "1 documents" in told
-    assert "2 .md, 1 without a suffix, 1 .gz, 1 .json. Fix: --suffix .txt .jsonl .md '' .json (reads them" in told
-    assert "Uncompress .gz first" in told
+    output = capsys.readouterr().out
+    assert "1 documents" in output
+    assert "2 .md, 1 without a suffix, 1 .gz, 1 .json. Fix: --suffix .txt .jsonl .md '' .json (reads them" in output
+    assert "Uncompress .gz first" in output
     (tmp_path / "in" / "e" / "e.jsonl.gz").unlink()
     assert script.main([*arguments, "--suffix", "txt", "json", "md", ""]) == 0
-    told = capsys.readouterr().out
-    assert "5 documents" in told and "left out" not in told
+    output = capsys.readouterr().out
+    assert "5 documents" in output and "left out" not in output
     assert script.main([*arguments, "--suffix", ".py"]) == 2
     assert "the folder has no .py file. It has 2 .md" in capsys.readouterr().err
 

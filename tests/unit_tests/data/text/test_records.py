@@ -117,9 +117,9 @@ def test_data_without_a_record_warns_once(config: RunConfig, prepared: Any, capl
     with caplog.at_level(logging.INFO, "megatron_cp"):
         check_data(config, [*plain, begun], settings)  # type: ignore[arg-type]
     assert len(caplog.messages) == 1
-    said = caplog.messages[0]
-    assert said.startswith(f"{plain[0]}, {plain[1]}: the first document does not begin with <s>"), said
-    assert "tokenizer.add_bos=false to silence" in said
+    reported = caplog.messages[0]
+    assert reported.startswith(f"{plain[0]}, {plain[1]}: the first document does not begin with <s>"), reported
+    assert "tokenizer.add_bos=false to silence" in reported
     caplog.clear()
     check_data(config, [*plain, begun], replace(settings, add_bos=False))  # type: ignore[arg-type]
     assert not caplog.messages

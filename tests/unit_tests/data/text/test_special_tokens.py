@@ -131,9 +131,9 @@ def test_plain_prompts_of_an_instruct_model_warn(
     for _ in range(2):  # also where the file was tokenized by an earlier run
         caplog.clear()
         packed_samples(config, [{"text": WORDS}, pair], tmp_path, tokenizer)
-        (said,) = caplog.messages
-        assert "data.jsonl: prompts do not use the tokenizer's chat template" in said
-        assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in said
+        (reported,) = caplog.messages
+        assert "data.jsonl: prompts do not use the tokenizer's chat template" in reported
+        assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in reported
     caplog.clear()
     from transformers import AutoTokenizer
 

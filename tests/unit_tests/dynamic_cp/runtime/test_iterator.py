@@ -81,8 +81,8 @@ def test_a_plan_includes_its_metrics() -> None:
     steps = batches(Counting(), num_steps=1)
     plan = next(steps)
     steps.close()
-    told = {name: vars(plan)[name] for name in ("checksum", "imbalance", "padding_fraction", "cp_sizes")}
-    assert told == {
+    metrics = {name: vars(plan)[name] for name in ("checksum", "imbalance", "padding_fraction", "cp_sizes")}
+    assert metrics == {
         "checksum": _checksum_of_plan(plan.samples, plan.lengths, plan.schedule),
         "imbalance": imbalance_of_work(plan.schedule, plan.lengths, plan.cost),
         "padding_fraction": padding_fraction(plan.schedule, plan.lengths),

@@ -90,11 +90,11 @@ def test_no_place_of_a_checkpoint_runs_a_command(folder: Path, where: str, proto
     marker = folder.parent / "marker"
     with_command(folder, where, marker, protocol)
     if where == "rng":
-        said = run_ranks(load_it, 2, str(folder.parent))[0]
+        reported = run_ranks(load_it, 2, str(folder.parent))[0]
     else:
-        said = "; ".join(problems_of(folder, verify=True))
-    assert "posix.system, which checkpoints of megatron_cp never use: refused" in said, said
-    assert str(folder) in said, "the file is named"
+        reported = "; ".join(problems_of(folder, verify=True))
+    assert "posix.system, which checkpoints of megatron_cp never use: refused" in reported, reported
+    assert str(folder) in reported, "the file is named"
     assert not marker.exists()
 
 
@@ -389,7 +389,7 @@ def test_a_random_state_is_one(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "reported"),
     [
         ("progress.consumed_samples", None, "entry progress.consumed_samples is None, expected an integer"),
         ("optimizer.optimizer.param_groups.0.wd_mult", 7.0, "could not be loaded"),
@@ -397,8 +397,8 @@ def test_a_random_state_is_one(name: str, value: Any) -> None:
         pytest.param("config.model.num_layers", 10**9, "num_layers is 1 here and 1000000000 in", marks=slow),
     ],
 )
-def test_a_run_names_the_altered_entry(cli: Any, tmp_path: Path, path: str, value: Any, said: str) -> None:
+def test_a_run_names_the_altered_entry(cli: Any, tmp_path: Path, path: str, value: Any, reported: str) -> None:
     assert cli()[0] == 0
     alter(tmp_path / "run/iter_0000001", path, value)
     code, text = cli("train.train_iters=2", "scheduler.override_opt_param_scheduler=true")
-    assert code in ((1, 2) if said else (0, 1)) and text.count(said) >= 1, (code, text)
+    assert code in ((1, 2) if reported else (0, 1)) and text.count(reported) >= 1, (code, text)

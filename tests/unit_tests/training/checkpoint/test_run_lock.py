@@ -49,14 +49,14 @@ class Other:
 
     def __init__(self, folder: Path, last: Callable[[], object] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        held, tell = os.pipe()
+        held, ready = os.pipe()
 
         def hold() -> None:
             with (folder / LOCK).open("a+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)
                 file.write("process 7 on elsewhere")
                 file.flush()
-                os.write(tell, b".")
+                os.write(ready, b".")
                 (last or signal.pause)()
 
         self.pid = forked(hold)

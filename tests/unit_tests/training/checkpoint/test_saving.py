@@ -154,8 +154,8 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
     messages = run_ranks(save_until_full, 2, str(small_disk), CP2 | overrides)
     failed = int(messages[0].split()[0])
     assert failed >= 2
-    said = f"iter_{failed:07d} could not be written; the latest is still iteration {failed - 1}"
-    assert all(said in text and "No space left" in text for text in messages), messages
+    expected = f"iter_{failed:07d} could not be written; the latest is still iteration {failed - 1}"
+    assert all(expected in text and "No space left" in text for text in messages), messages
     assert latest_iteration(small_disk) == failed - 1
     assert [name for name in names(small_disk) if "iter" in name] == [
         *(f"iter_{iteration:07d}" for iteration in range(1, failed)),
@@ -169,8 +169,8 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
 def test_a_file_that_cannot_grow_is_reported(tmp_path: Path, limit: int) -> None:
     """Whichever file it is: a rank's tensors, the index, or the name of the latest."""
     messages = run_ranks(save_with_file_limit, 2, str(tmp_path), limit)
-    said = "iter_0000001 could not be written; there is no earlier one"
-    assert all(said in text and "Error" in text for text in messages), messages
+    expected = "iter_0000001 could not be written; there is no earlier one"
+    assert all(expected in text and "Error" in text for text in messages), messages
     assert names(tmp_path) == []
 
 

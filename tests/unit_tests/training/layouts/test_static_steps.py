@@ -47,16 +47,16 @@ class Agreeing:
 
     def __init__(self, run: Any) -> None:
         self.threads: set[threading.Thread] = set()
-        self.told: list[list[str]] = []
+        self.reports: list[list[str]] = []
 
     def problems_of(self, sliced: Any) -> list[str]:
         return []
 
     def check_on_all_ranks(self, checksum: int, problems: list[Problem]) -> None:
         self.threads.add(threading.current_thread())
-        self.told.append(list(map(str, problems)))
+        self.reports.append(list(map(str, problems)))
         if problems:
-            raise DataError(self.told[-1][0])
+            raise DataError(self.reports[-1][0])
 
 
 def open_static(dataset: Any, *, iteration: int = 0, training: bool = True, workers: int = 0) -> StaticSteps:
@@ -170,7 +170,7 @@ def test_an_error_of_a_step_is_raised_at_that_step(dataset: Any, good: int, mess
         assert numbers(steps, good) == expected(0, good)
         with pytest.raises(DataError, match=message):
             next(steps)
-        assert steps._checks.told == [[]] * good + [[message]]  # type: ignore[attr-defined]
+        assert steps._checks.reports == [[]] * good + [[message]]  # type: ignore[attr-defined]
 
 
 def test_bugs_are_raised_unchanged() -> None:
@@ -178,7 +178,7 @@ def test_bugs_are_raised_unchanged() -> None:
         next(steps)
         with pytest.raises(KeyError, match="it is damaged"):
             next(steps)
-        assert steps._checks.told == [[]]  # type: ignore[attr-defined]
+        assert steps._checks.reports == [[]]  # type: ignore[attr-defined]
 
 
 @pytest.fixture

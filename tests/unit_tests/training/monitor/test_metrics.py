@@ -116,19 +116,19 @@ class Device:
     """Replace CUDA's events by a device that runs work later, on its own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[Any] = []
+        self.recorded: list[Any] = []
         self.done = 0
         monkeypatch.setattr(torch.cuda, "Event", self._event)
 
     def _event(self, enable_timing: bool) -> Any:
-        event = types.SimpleNamespace(query=lambda: self.told.index(event) < self.done)
-        event.record = lambda: self.told.append(event)
+        event = types.SimpleNamespace(query=lambda: self.recorded.index(event) < self.done)
+        event.record = lambda: self.recorded.append(event)
         event.elapsed_time = lambda end: self._milliseconds_between(event, end)
         return event
 
     def _milliseconds_between(self, begin: Any, end: Any) -> float:
         assert begin.query() and end.query(), "asked for before it is done"
-        return 1e3 * (self.told.index(end) - self.told.index(begin))
+        return 1e3 * (self.recorded.index(end) - self.recorded.index(begin))
 
 
 def test_on_a_gpu_phases_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +140,15 @@ def test_on_a_gpu_phases_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         device.done = 4  # up to the border before the pass forward
         assert phases.read() == {"other": 2, "data": 1}
         assert phases.read() == {}
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     with phases("optimizer"):
         pass
     assert phases.read() == {"forward_backward": 3}, "in parts, of which readings are borders"
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     phases.forget()
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     assert phases.read() == {}
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     assert phases.read() == {"other": 1}
 
 
@@ -375,16 +375,16 @@ def test_without_a_terminal_the_log_has_the_time_left(tmp_path: Path, caplog: py
     assert len(lines) == 3 and all("left 0:00:0" in line for line in lines)
 
 
-@pytest.mark.parametrize(("progress", "told"), [("plain", 3), ("none", 0)])
+@pytest.mark.parametrize(("progress", "expected"), [("plain", 3), ("none", 0)])
 def test_without_progress_there_are_no_step_lines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, told: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, expected: int
 ) -> None:
     """With and without a terminal. Other lines are logged, and numbers of steps are written."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)
     assert not shows_progress_line(progress)
-    assert sum(line.startswith("iteration") for line in caplog.messages) == told
+    assert sum(line.startswith("iteration") for line in caplog.messages) == expected
     assert "validation loss at iteration 3: 4.500000" in caplog.messages
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert len(lines) == 4 and lines[2]["timers_s"] == INTERVAL.seconds
