@@ -200,7 +200,7 @@ def factor_of_older_versions(values: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("declared", "note"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
-def test_older_versions_read_the_same_yarn(declared: int, reported: str) -> None:
+def test_older_versions_read_the_same_yarn(declared: int, note: str) -> None:
     """For any declared length, the export declares the factor times the original length."""
     trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
     _, values = hf_from_model(trained.model, rows=256)

@@ -66,12 +66,12 @@ def test_dynamic_groups_of_one_rank_warn_and_the_fix_widens_them():
     alone = ["model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
              "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",
              "dataset.seq_length=4096"]  # fmt: skip
-    (found,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
-    assert found.rule == "H23" and found.severity == "warning" and "no gain over static packing" in found.message
+    (warning,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
+    assert warning.rule == "H23" and warning.severity == "warning" and "no gain over static packing" in warning.message
     sizes = []
-    for more in ((), parse_fix(found.fix)[0].overrides):
+    for more in ((), parse_fix(warning.fix)[0].overrides):
         config = load_recipe("llama_tiny_pretrain_config", [*alone, *more])
-        assert check(config, 4, environment="cpu") == ([] if more else [reported])
+        assert check(config, 4, environment="cpu") == ([] if more else [warning])
         limit = config.model.max_seqlen_per_dp_cp_rank
         batches = [sample_lengths("documents", 64, 4096, seed) for seed in range(5)]
         sizes.append([set(cp_sizes(schedule(lengths, 4, limit, cost=PRESETS["h100_8b"]))) for lengths in batches])
