@@ -210,13 +210,13 @@ def _counts(strikes: list[Strike]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="strikes (200)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random kinds and moments (1)")
+    parser.add_argument("--count", type=int, default=200, help="number of strikes (200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random kinds and moments (1)")
     parser.add_argument(
         "--keep",
         type=Path,
         metavar="FOLDER",
-        help="keep run folders and output there, also if all held",
+        help="keep run folders and output there, also without failures",
     )
     options = parser.parse_args(argv)
     # In the background or under nohup this process ignores signals, and the runs would inherit that.

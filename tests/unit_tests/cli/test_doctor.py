@@ -280,7 +280,7 @@ def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 class FakeNvml:
-    """The driver's library, as far as it is asked."""
+    """The functions of the driver's library that doctor calls."""
 
     nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
 

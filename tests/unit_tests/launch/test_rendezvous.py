@@ -111,7 +111,7 @@ def test_all_ranks_reach_the_rendezvous(launcher: dist.TCPStore) -> None:
 
 
 def test_different_backends_are_named(launcher: dist.TCPStore) -> None:
-    """As on a node whose GPUs are not visible, which uses gloo instead of NCCL."""
+    """For instance on a node without visible GPUs, which uses gloo instead of NCCL."""
     reports = run_ranks(problem_at_rendezvous, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
     assert len(set(reports)) == 1 and reports[0].startswith(
         "True ranks use different communication backends; training not started: gloo, without a GPU, on ranks 0-1, 3 "

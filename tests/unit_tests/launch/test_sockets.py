@@ -123,7 +123,7 @@ def test_ranks_end_with_torchs_launcher(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_launcher_ended_first_ends(tmp_path: Path) -> None:
-    """Before the kernel could be asked to end it."""
+    """The launcher ends before the rank has registered for the kernel's signal."""
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "1"}
     rank = "from megatron_cp.launch.process import *; {}; end_with_launcher(); print('goes on')"
     gone = "import os; pid = os.fork(); pid or os._exit(0); os.waitpid(pid, 0)"

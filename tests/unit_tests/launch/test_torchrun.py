@@ -118,7 +118,7 @@ class Launched:
         )
 
     def pids(self, restart: int = 0) -> list[int]:
-        """Of the ranks, once both can be asked to stop."""
+        """Return the ranks' ids, once both handle signals."""
         files = [self.folder / f"pid{rank}.{restart}" for rank in range(2)]
         deadline = time.monotonic() + 120
         while not all(file.exists() for file in files):
@@ -258,7 +258,7 @@ def test_stopped_runs_are_not_restarted(launch: Callable[..., Launched]) -> None
 
 
 def test_launchers_of_two_nodes_rendezvous(launch: Callable[..., Launched]) -> None:
-    """When one is asked to stop the ranks of both do; neither launcher then waits for one that has left."""
+    """A stop signal to one launcher stops the ranks of both; neither launcher then waits for the other."""
     where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
     nodes[0].pids()

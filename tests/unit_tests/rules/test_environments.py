@@ -17,7 +17,7 @@ HYBRID = ["model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*"]
 
 
 class TestTransformerEngine:
-    """Which limits hold depends on whose attention runs."""
+    """The limits depend on the attention in use."""
 
     WINDOW = ("model.window_size=[64,0]",)
 

@@ -140,7 +140,7 @@ def large(run: Run) -> None:
 
 @pytest.mark.parametrize("overrides", [{}, PLAIN], ids=["distributed optimizer", "plain"])
 def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) -> None:
-    """Nothing clips them, and a second moment of infinity would freeze a parameter for ever."""
+    """They are not clipped, and an infinite second moment would freeze a parameter for ever."""
     unclipped = overrides | {"optimizer__clip_grad": 0.0}
     for text in run_ranks(faults, 2, unclipped, large):
         assert "but the gradient norm is " in text and "e+24: the squared norm overflows" in text, text

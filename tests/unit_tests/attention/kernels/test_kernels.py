@@ -464,7 +464,7 @@ def test_cuda_determinism(te, ends):
 
 
 def test_determinism_is_requested_strictly(monkeypatch):
-    """PyTorch's wrapper of FlashAttention's backward only warns where warnings are all that is asked for."""
+    """PyTorch's wrapper of FlashAttention's backward only warns in warn-only mode."""
     asked = []
 
     def backward(dout, q, k, v, *_, **__):

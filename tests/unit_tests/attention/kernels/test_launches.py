@@ -81,7 +81,7 @@ class OneByOne(Matmul):
 
 
 def attention(kernel, layout, mask, visits, tensors):
-    """Output and gradients of a rank whose queries see the keys of ``visits``: of pairs of rows and tiles."""
+    """Compute output and gradients of a rank; its queries attend to the keys of ``visits``, pairs of rows and tiles."""
     query, key, value, dout = tensors
     call = AttentionCall(layout, mask, 0.3)
     with mock.patch.object(kernels, "kernel_for", lambda query, call: kernel):

@@ -18,7 +18,7 @@ from tests.unit_tests.attention.modules.test_native import make_config
 
 
 def make_chunks(comm_types, chunks=2, **changes) -> list[torch.nn.Module]:
-    """Model chunks whose layers use ``comm_types`` in turn, over all ranks."""
+    """Return model chunks whose layers use ``comm_types`` in turn, over all ranks."""
     size = dist.get_world_size()
     groups = ProcessGroupCollection(cp=dist.group.WORLD, hcp=make_groups(2))
     config = make_config(

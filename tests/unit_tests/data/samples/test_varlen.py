@@ -63,7 +63,7 @@ def many(tmp_path: Path) -> tuple[str, list[int]]:
 
 
 def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> list[list[int]]:
-    """Tokens of the samples of a file whose documents count on from 100 times their number."""
+    """Return the tokens of the samples of a file whose documents count up from 100 times their number."""
     first, last = (round(share * len(totals)) for share in part)
     return [
         list(range(100 * number + start, 100 * number + min(start + max_length, totals[number] - 1)))

@@ -246,7 +246,7 @@ def connected(at_start: bool) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("at_start", [False, True])
 def test_groups_are_connected_before_the_step_that_uses_them_first(at_start: bool) -> None:
-    """All members in the same order; not all that might be used, whose connections take memory of the GPU."""
+    """All members connect in the same order. Unused groups are not connected, because connections take GPU memory."""
     results = run_ranks(connected, 4, at_start)
     assert results[0] == [[], [[0, 1]], [], [[0, 1, 2, 3], [0, 1], [0, 2]], []]
     assert results[3] == [[], [], [[2, 3]], [[0, 1, 2, 3], [2, 3], [1, 3]], []]

@@ -28,7 +28,7 @@ QUERIES = {
 
 
 def both(settings: dict[str, Any], published: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of the first layer's attention, ours and theirs."""
+    """Return the output of the first layer's attention, ours and Hugging Face's."""
     run, _ = start(tiny_config(**MLA | settings))
     ours: Any = run.model[0].module.decoder.layers[0].self_attention
     theirs = DeepseekV3Attention(DeepseekV3Config(**published, attn_implementation="eager"), 0)

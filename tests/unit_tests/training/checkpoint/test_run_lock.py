@@ -33,7 +33,7 @@ def impatient() -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """A process that does this and nothing else, however it ends: not what pytest has left to do."""
+    """Fork a process that calls the function and exits in any case, without pytest's clean-up."""
     pid = os.fork()
     if not pid:
         try:
@@ -45,7 +45,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 class Other:
-    """A process that holds a folder until it is killed, or has done something."""
+    """Process that locks a folder until it is killed, or has called a function."""
 
     def __init__(self, folder: Path, last: Callable[[], object] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ def walk_and_let_go() -> None:
 
 
 def test_unclosed_steps_end_with_their_owner() -> None:
-    """Their processes would be waited for, for ever, as this one ends: they leave it to their rank to stop."""
+    """Otherwise the exit of this process would wait for its workers for ever."""
     run_ranks(walk_and_let_go, 1)
 
 

@@ -343,7 +343,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def on_a_terminal(folder: str) -> None:
-    """In a forked rank, whose standard error becomes a terminal of 110 columns."""
+    """Run in a forked rank with a terminal of 110 columns as standard error."""
     from megatron_cp.training.monitor import metrics
 
     leader, follower = pty.openpty()

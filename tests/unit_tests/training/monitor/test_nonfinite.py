@@ -171,7 +171,7 @@ def test_a_fault_that_does_not_repeat_is_reported_as_such() -> None:
 
 
 def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[float, float]]:
-    """Steps on samples whose tokens from ``last_unmasked`` on do not count: before slicing, equal in every layout."""
+    """Train on samples whose tokens from ``last_unmasked`` on are masked: before slicing, equal in every layout."""
     from megatron_cp.data.batch_iterator import BatchIterator
 
     original = BatchIterator.__next__
@@ -201,7 +201,7 @@ def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
 
 
 def test_a_step_without_a_loss_changes_no_weights() -> None:
-    """Not even a router, whose own losses would be divided by no tokens."""
+    """Not even a router, whose losses would be divided by zero tokens."""
     router = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 48, "model__moe_aux_loss_coeff": 0.1}
 
     def trained(unmasked: int) -> tuple[bool, float]:

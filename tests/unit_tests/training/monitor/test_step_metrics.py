@@ -202,7 +202,7 @@ def test_every_line_fits_160_characters_and_keeps_what_matters_most() -> None:
 
 
 def measured_peaks() -> tuple[float, float, bool]:
-    """The peak of float32 products, beside products that are timed here, and whether torch's random state stays."""
+    """Return the peak of float32 products, products timed here, and whether torch's random state is unchanged."""
     import time
 
     before = torch.random.get_rng_state()
