@@ -73,7 +73,7 @@ HIERARCHICAL = {
     "llama3_8b_128k_hcp_config": (64, [2, 4], 131072),
     "llama3_8b_1m_hcp_config": (128, [4, 16], 1048576),
 }
-# Recipes with dynamic context parallelism, and the one that each of them switches it on in.
+# Recipes with dynamic context parallelism -> the recipe that each of them extends.
 DYNAMIC = {"llama3_8b_128k_dynamic_cp_pretrain_config": "llama3_8b_128k_pretrain_config"}
 SWITCH = ["model.dynamic_context_parallel=true"]
 
@@ -197,7 +197,7 @@ NEMOTRONS = {
         "moe_latent_size": 1024, "routed_scaling_factor": 5.0, "norm_topk_prob": True,
     }),
 }  # fmt: skip
-# The layers that predict further tokens, which transformers does not build: two uses of one, attention and experts.
+# Layers of multi-token prediction, which transformers does not build: two uses of one, attention and experts.
 FURTHER = {"nemotron_3_super_128k_dynamic_cp_pretrain_config": ("/*E/*E", 2, True)}
 
 

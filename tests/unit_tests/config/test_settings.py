@@ -54,7 +54,10 @@ def test_one_line_adds_a_setting_that_is_passed_on(one_more: type[RunConfig]) ->
     built = transformer_config(config.model, config.mixed_precision)
     assert (built.config_logger_dir, built.moe_input_jitter_eps) == ("somewhere", -1.0)
     context = Context(config, 1, None, Environment.detect())
-    for found in (unused_settings(config), RULES["K30"].check(context)):  # that nothing reads it, and its range
+    for found in (
+        unused_settings(config),
+        RULES["K30"].check(context),
+    ):  # the note that the setting is unused, and its range
         assert [each.field for each in found] == ["model.moe_input_jitter_eps"]
     assert on_single_rank(config).model.config_logger_dir == ""
     build(one_more, {"model": {"config_logger_dir": 3}}, problems)

@@ -35,7 +35,7 @@ CORE = [
     ("ddp", DistributedDataParallelConfig),
 ]
 BRIDGE: dict[str, str] = yaml.safe_load((Path(__file__).parent / "bridge_0_6_2_fields.yaml").read_text())
-# Of published configurations, or of earlier releases, whose recipes are still met.
+# Fields of published configurations, or of earlier releases whose recipes are still in use.
 OTHERS = {
     *("model.rope_theta", "model.tie_word_embeddings", "model.rms_norm_eps", "model.intermediate_size"),
     *("model.num_hidden_layers", "model.num_key_value_heads", "model.head_dim"),

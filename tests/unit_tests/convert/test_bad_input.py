@@ -107,7 +107,7 @@ BROKEN = {
         "model.norm.weight has shape (32,) instead of (64,)",
     ),
     "layers": (lambda f: change(f, num_hidden_layers=3), "num_hidden_layers=3: the weights have 2 layers"),
-    # Sizes that would fill the memory, mostly before there is a tensor of them.
+    # Sizes that would fill the memory, mostly before a tensor is created.
     "many layers": (lambda f: change(f, num_hidden_layers=10**9), "=1000000000: the weights have 2 layers"),
     "wide": (lambda f: change(f, hidden_size=10**9), "hidden_size=1000000000: the weights' largest dimension is 192"),
     "wide heads": (lambda f: change(f, head_dim=10**30), "head_dim=1000000000000000000000000000000: the weights'"),

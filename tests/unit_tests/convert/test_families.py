@@ -207,7 +207,7 @@ def test_older_versions_read_the_same_yarn(declared: int, note: str) -> None:
     assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
     positions = describe_positions(trained.model, 64)
     assert note in "".join(positions) and bool(positions) == bool(note)
-    # And an import of a model that declares something else, as Qwen 3 with its documented scaling does.
+    # Also an import of a model that declares another length, as Qwen 3 with its documented scaling does.
     assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
 
 

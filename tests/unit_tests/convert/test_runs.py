@@ -181,7 +181,7 @@ def with_tokenizer(folder: str) -> None:
     config = load_recipe(path / "mcore/recipe.yaml")
     assert config.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
     tokenizer = build_tokenizer(config.tokenizer)
-    # What a model is, and nothing of how it was converted.
+    # Settings of the model only, none of the conversion.
     assert not config.model.use_cpu_initialization and config.model.seq_length == config.dataset.seq_length
     assert "seq_length" not in yaml.safe_load((path / "mcore/recipe.yaml").read_text())["model"]
     export_model(path / "mcore", path / "out")
@@ -266,7 +266,7 @@ def in_odd_places(folder: str) -> None:
     os.chdir(path / "here")  # which was created again
     export_model(path / "there", Path())
     assert (path / "here/model.safetensors").is_file()
-    # Shards of something else beside the whole file: Hugging Face's library takes the whole file.
+    # Shards of another model beside the whole file: Hugging Face's library reads the whole file.
     index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
     (path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
     import_model(path / "hf", path / "again")

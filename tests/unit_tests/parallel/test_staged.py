@@ -280,7 +280,7 @@ def packs_staged(folder: str, lengths: str, overrides: dict[str, Any], device: s
 def test_packs_pass_through_virtual_stages(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of different lengths between the same two ranks: they must not be taken for each other."""
     lengths = lengths_file(tmp_path)
-    # A schedule in which steps are timed is another one each time.
+    # A schedule with timed steps differs in each run.
     packs = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 64, "model__dynamic_context_parallel_calibration_iters": 0}
     layout = packs | PP2 | VPP2 | {"dist__distributed_backend": "staged"}
     (tmp_path / "alone").mkdir()

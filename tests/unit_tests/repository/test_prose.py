@@ -15,7 +15,7 @@ from megatron_cp.rules.explain import OTHER_CHECKS
 from scripts.readability import LONGEST, MEAN, figures, pages, sentences
 
 ROOT = Path(__file__).parents[3]
-# Pages that are still above the limits. A page that reaches them, or that is gone, leaves this list.
+# Pages above the limits. Remove a page from the list when it meets the limits or is deleted.
 NOT_YET: set[str] = set()
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 # Private words that a command's --help still has.

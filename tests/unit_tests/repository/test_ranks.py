@@ -10,12 +10,12 @@ import torch.distributed as dist
 from tests.ranks import RanksFailed, run_ranks
 
 
-def is_the_other_there() -> bool:
+def other_rank_exists() -> bool:
     pids = torch.zeros(2, dtype=torch.int64)
     pids[dist.get_rank()] = os.getpid()
     dist.all_reduce(pids)
     if dist.get_rank() == 0:
-        time.sleep(0.3)  # rank 1 has finished long ago; it would be waited for within milliseconds of its end
+        time.sleep(0.3)  # rank 1 has finished long before; without waiting it would exit within milliseconds
     try:
         os.kill(int(pids[1]), 0)
     except ProcessLookupError:
@@ -24,7 +24,7 @@ def is_the_other_there() -> bool:
 
 
 def test_a_finished_rank_waits_for_all_others() -> None:
-    assert run_ranks(is_the_other_there, 2) == [True, True]
+    assert run_ranks(other_rank_exists, 2) == [True, True]
 
 
 def one_ends() -> None:

@@ -23,8 +23,8 @@ PACKS = "model.sequence_packing_scheduler=dp_balanced"
 YARN = "model.position_embedding_type=yarn"
 EXPERTS = "model.num_moe_experts=4"
 
-# What is set, what goes with it in both cases, and what has it read.
-UNREAD = [
+# The setting, overrides of both cases, and the override that makes the setting effective.
+UNUSED = [
     ("model.rope_scaling_factor=32.0", "", "model.rope_scaling=true"),
     *[(f"model.{setting}", "model.position_embedding_type=none", "model.position_embedding_type=rope")
       for setting in ("rotary_base=500000.0", "rotary_percent=0.5", "rotary_interleaved=true", "rope_scaling=true",
@@ -114,7 +114,7 @@ def findings(*overrides: str, environment: str = "cpu") -> list:
     return [violation for violation in found if violation.rule == "K19"]
 
 
-@pytest.mark.parametrize(("setting", "base", "switch"), UNREAD)
+@pytest.mark.parametrize(("setting", "base", "switch"), UNUSED)
 def test_unused_settings_warn(setting: str, base: str, switch: str) -> None:
     (found,) = findings(base, setting)
     assert (found.field, found.severity) == (setting.partition("=")[0], "warning")

@@ -34,7 +34,7 @@ def test_a_valid_run_exits_with_zero_and_can_be_repeated(cli: Any, tmp_path: Pat
 @pytest.mark.parametrize("written", [".config.yaml.partial", "metrics.jsonl"])
 def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, tmp_path: Path, written: str) -> None:
     def write_into_what_is_full() -> None:
-        sinks.keep_lines_until = lambda *args: None  # would read /dev/full to its end
+        sinks.keep_lines_until = lambda *args: None  # reading /dev/full would never end
 
     run = tmp_path / "run"
     run.mkdir()

@@ -59,7 +59,7 @@ def trained(overrides: dict[str, Any], upstream: bool) -> Trained:
     return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
 
 
-# Of two features that others have, each in other company.
+# Combinations of features that other cases cover separately.
 SLOW = ("spread experts", "bf16, plain", "not clipped")
 
 

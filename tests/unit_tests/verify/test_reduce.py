@@ -282,7 +282,7 @@ def test_a_hybrid_keeps_the_first_few_layers_that_have_all_its_kinds(overrides, 
     assert small.model.hybrid_layer_pattern == expected and not errors(small, 14, "cpu")
 
 
-# Beside what random layouts draw: what only some precision, device, size or kind of data allows.
+# In addition to random layouts: settings that need a certain precision, device, size or kind of data.
 PIECES = [
     {"mixed_precision__fp32": False, "mixed_precision__bf16": True},
     {"mixed_precision__fp32": False, "mixed_precision__fp16": True, "ddp__check_for_nan_in_grad": False},

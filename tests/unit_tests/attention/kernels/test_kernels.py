@@ -289,7 +289,7 @@ LATENT = {"qk_dim": 192, "v_dim": 128, "heads": 2, "kv_heads": 2}
     ("mask", "ranks", "tiles", "dims", "deterministic"),
     [
         (Mask(None, 0), 1, (2, 0), {"qk_dim": 64, "v_dim": 64}, False),
-        # A square a chunk, and what lies before it, if any.
+        # One square per chunk, and the part before it, if any.
         (Mask(None, 0), 3, (26, 0), {"qk_dim": 64, "v_dim": 64}, False),
         (Mask(None, 0), 3, (13, 13), {"qk_dim": 64, "v_dim": 64}, True),
         (Mask(), 3, (6, 0), {"qk_dim": 128, "v_dim": 128, "b": 2}, False),

@@ -42,7 +42,7 @@ def _seconds() -> float:
 
 
 def test_every_transport_is_probed_in_under_a_second():
-    # The best of some times: what else the machine does is no part of it.
+    # The best of some times, which other programs on the machine disturb least.
     assert any(max(run_ranks(_seconds, 4)) < 1.0 for _ in range(6))
 
 

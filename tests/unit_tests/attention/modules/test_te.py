@@ -89,7 +89,7 @@ def _groups() -> dict:
         "streams": (hierarchical.cp_stream, flat.cp_stream),
         "probe": (probed(hierarchical), probed(flat)),
     }
-    # The very thing the probe is for: the class as it is, its groups missing without a word.
+    # The case that the probe is for: the unchanged class, silently without its groups.
     silent = build(ours, "a2a+p2p", hcp)
     TransformerEngine.set_context_parallel_group(silent, None, None, "stream", "a2a+p2p")
     report["silent"] = probed(silent)

@@ -125,7 +125,7 @@ def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Call
     config.dataset.data_path = prefix
     build_datasets(config.dataset, TOKENIZER, 50)
     for file in Path(prefix).parent.glob("cache/*/*.npy"):
-        file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy takes what does not begin as an array for a pickle
+        file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy treats a file without an array header as a pickle
     with pytest.raises(DataError, match=r"\.npy: cannot be read .*Fix: rm -r "):
         build_datasets(config.dataset, TOKENIZER, 50)
     assert not marker.exists()

@@ -115,7 +115,7 @@ def check_case(case: Case, model: dict[str, Any], reference: Losses) -> None:
         assert len(sizes) > 1, "a schedule with one CP size only would prove little"
 
 
-# training/packed/test_equivalence.py trains the others, or what has all of theirs, as a run configures them.
+# training/packed/test_equivalence.py trains the other features, alone or combined, as a run configures them.
 FAST = ("4 ranks", "4 ranks, decentralized", "tp2 sp", "full recomputation", "selective recomputation")
 
 

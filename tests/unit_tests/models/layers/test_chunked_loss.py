@@ -115,7 +115,7 @@ def peak_of_a_step(length: int, overrides: dict[str, Any]) -> tuple[int, int]:
         **overrides,
     )
     run, batches = start(config)
-    train_step(run, next(batches).microbatches)  # what lasts is there from now on
+    train_step(run, next(batches).microbatches)  # permanent tensors exist from here on
     with Peak() as memory:
         train_step(run, next(batches).microbatches)
     run.close()

@@ -33,7 +33,7 @@ def of_layout(name: str, decentralized: bool, steps: int) -> list[tuple[float, f
     return results[0]
 
 
-# Of the transports on two ranks, which four ranks have too, and of what test_model_variants trains with a feature.
+# Transports on two ranks that cases on four ranks cover too, and layouts that test_model_variants trains.
 SLOW = ("cp2 all_gather", "cp2 a2a", "tp2 cp2", "pp2 cp2")
 
 
