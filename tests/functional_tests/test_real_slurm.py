@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(None in DAEMONS.values(), reason="needs Slurm (slurmctld, slurmd, munged)"),
 ]
 
-# Tasks are bound to as many cores as they ask for.
+# Tasks are bound to as many cores as they request.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -65,11 +65,11 @@ def slurm() -> Iterator[Callable[..., str]]:
     configuration = CONFIGURATION.format(folder=folder, host=socket.gethostname(), user=getpass.getuser(), ports=ports)
     (folder / "slurm.conf").write_text(configuration)
     version = subprocess.run([str(DAEMONS["slurmd"]), "-V"], capture_output=True, text=True, check=True).stdout
-    if int(version.split()[-1].split(".")[0]) > 22:  # older ones do not look for cgroups where nothing asks for them
+    if int(version.split()[-1].split(".")[0]) > 22:  # older versions do not look for cgroups unless configured
         (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment["SLURM_CONF"] = str(folder / "slurm.conf")
-    # Where launchers meet: the nodes' own names are known to Slurm only.
+    # Address of the rendezvous: only Slurm can resolve the nodes' names.
     (folder / "bin").mkdir()
     (folder / "bin" / "scontrol").write_text("#!/bin/sh\necho localhost\n")
     (folder / "bin" / "scontrol").chmod(0o755)
@@ -99,7 +99,7 @@ def slurm() -> Iterator[Callable[..., str]]:
         wait_for(lambda: "2 idle" in call("sinfo", "--noheader", "--format=%D %t"))
         yield call
     finally:
-        with suppress(AssertionError):  # a controller that did not come has no jobs
+        with suppress(AssertionError):  # a controller that did not start has no jobs
             call("scancel", f"--user={getpass.getuser()}")
             wait_for(lambda: not call("squeue", "--noheader"), seconds=60)
         for daemon in reversed(daemons):

@@ -1,4 +1,4 @@
-"""torchrun starts a run again after a rank died; ours waits for one that was asked to stop. Both go on from there."""
+"""torchrun restarts a run after a rank dies; our launcher waits for a signalled rank. Both runs resume."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def workers(launcher: psutil.Process) -> list[psutil.Process]:
-    """The ranks: the launcher's own children, without their background writers."""
+    """Return the ranks: the launcher's own children, without their background writers."""
     return [child for child in launcher.children() if any("run_recipe" in part for part in child.cmdline())]
 
 
@@ -69,7 +69,7 @@ def test_max_restarts_resumes_automatically(tmp_path: Path) -> None:
 
 
 class Nodes:
-    """Launchers of one rank each, that meet on this machine."""
+    """Launchers of one rank each, with a rendezvous on this machine."""
 
     def __init__(self, folder: Path, module: str) -> None:
         self.run, self._log, self._module = folder / "run", folder / "log", module
@@ -122,7 +122,7 @@ class Nodes:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
 def test_a_run_on_two_nodes_resumes_after_a_rank_dies(tmp_path: Path, module: str) -> None:
-    """torchrun keeps one store for both starts, with what the dead wrote, and only one node counts the failure."""
+    """torchrun keeps one store for both starts, with the dead rank's keys, and only one node counts the failure."""
     with closing(Nodes(tmp_path, module)) as nodes:
         nodes.launch()
         nodes.launch()
@@ -135,7 +135,7 @@ def test_a_run_on_two_nodes_resumes_after_a_rank_dies(tmp_path: Path, module: st
 def test_another_machine_replaces_a_lost_one(tmp_path: Path) -> None:
     with closing(Nodes(tmp_path, "megatron_cp.torchrun")) as nodes:
         nodes.launch()
-        time.sleep(3.0)  # it keeps the launchers' store: without that machine there is nothing to go on with
+        time.sleep(3.0)  # it keeps the launchers' store: without that machine no launcher can continue
         nodes.launch()
         nodes.wait_for_step(30)
         lost = nodes.rank_of(1)

@@ -1,7 +1,7 @@
 """No false reject: without its rule, each rule's own example ends in an error or trains something else.
 
-For every error rule that a machine without a GPU can try, what happens where the rule is not asked. A new rule must be
-entered.
+Lists the effect of each error rule's example without the rule, as far as a machine without a GPU can try it. A new rule
+needs an entry.
 """
 
 import re

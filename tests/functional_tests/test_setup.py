@@ -1,6 +1,6 @@
-"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that writes down what it is asked for.
+"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that records its calls.
 
-What is really installed is seen wherever these tests run, but for what is compiled for GPUs.
+These tests themselves run in a real installation; only parts compiled for GPUs are not covered.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Endurance: thousands of steps with random kills, restarts and layout changes. See ``soak``."""
+"""Thousands of steps with random kills, restarts and layout changes. See ``soak``."""
 
 import os
 from pathlib import Path

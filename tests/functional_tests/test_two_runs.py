@@ -1,4 +1,4 @@
-"""Two real launchers on one run folder: one trains, the other waits for it, then goes on or gives up."""
+"""Two real launchers on one run folder: one trains, the other waits for it, then resumes or fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPATIENT = "dist.distributed_timeout_minutes=0.2"  # half of that is how long t
 
 
 class Launched:
-    """A launcher with two ranks, and all that they print."""
+    """Launcher with two ranks, and all their output."""
 
     def __init__(self, folder: Path, name: str, module: str, *settings: str, steps: int) -> None:
         self._log = folder / f"{name}.log"
@@ -52,7 +52,7 @@ class Launched:
         return code
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and everything that it started."""
+        """Send SIGKILL to the launcher and everything that it started."""
         if self.process.poll() is None:
             for each in [*self.process.children(recursive=True), self.process]:
                 each.send_signal(signal.SIGKILL)
