@@ -1,17 +1,19 @@
-"""How fast context-parallel attention is, against one process with PyTorch's own attention on the whole sequence.
+"""Compare context-parallel attention with one process that runs PyTorch's own attention on the whole sequence.
 
     python benchmarks/attention.py                          # two gloo ranks on this machine, all sections, sizes to 8K
     python benchmarks/attention.py --sizes 4096,8192,16384,32768 --repeats 3
     python benchmarks/attention.py --ranks 4 --only speed   # more ranks than cores: read the CPU column
     torchrun --nproc_per_node=8 benchmarks/attention.py     # on GPUs: NCCL, the flash kernel
 
-Every ratio is of the two sides' times within one round, the sides taking turns, so that a machine that slows down
-slows both; printed are the median over rounds and, in brackets, the smallest and largest. ``wall`` is the slowest
-rank's time over that of one process with as many threads as there are ranks (on GPUs: of one GPU, divided by the
-number of ranks). ``cpu`` is the slowest rank's CPU time over the one process's, divided by the number of ranks: it
-does not see waiting, but other programs on the machine disturb it less. ``all`` is of the sums over the rounds (of the
-rank whose sum is largest, for cpu): chance slows another rank in each round, so that the slowest of a round is slower
-than any rank is in the long run.
+The two sides alternate within each round, so a machine that slows down slows both. Each ratio compares the times of one
+round. Printed are the median over rounds and, in brackets, the smallest and the largest:
+
+- ``wall``: time of the slowest rank over the time of one process with as many threads as there are ranks. On GPUs: over
+  the time of one GPU, divided by the number of ranks.
+- ``cpu``: CPU time of the slowest rank over the CPU time of the one process, divided by the number of ranks. It does
+  not include waiting. Other programs on the machine disturb it less than wall time.
+- ``all``: ratio of the sums over the rounds. For ``cpu`` the rank with the largest sum counts. The slowest rank changes
+  from round to round by chance, so the slowest of one round is slower than any rank is on average.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 
 @dataclass(frozen=True)
 class Sample:
-    """One pass: seconds until the last rank was done, and the CPU seconds of each rank that took part."""
+    """One pass: seconds until the last rank finished, and CPU seconds of each rank that took part."""
 
     wall: float
     cpus: tuple[float, ...]
@@ -65,10 +67,10 @@ class Sample:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to give no memory back to the system, for both sides.
+    """Make glibc keep freed memory in the process, for both sides.
 
-    The steps of a training run are all alike, so it asks the system for next to none. Here different passes take
-    turns, and on a virtual machine fetching a page again can take as long as computing with it.
+    The steps of a training run are all alike, so it requests almost no memory from the system. Here different passes
+    alternate, and on a virtual machine fetching a page again can take as long as the computation on it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -78,7 +80,7 @@ def keep_freed_memory() -> None:
 
 
 class Bench:
-    """The ranks taking turns between one process on the whole problem and all of them on their shards."""
+    """Run calls in turn: one process on the whole problem, and all ranks on their shards."""
 
     def __init__(self, repeats: int, device: torch.device) -> None:
         self.repeats, self.device = repeats, device
@@ -89,7 +91,7 @@ class Bench:
             print(*words, flush=True)
 
     def time(self, call: Callable[[], None], alone: bool = False) -> Sample:
-        """The slowest rank's times, or rank 0's with all cores to itself."""
+        """Time a call: the slowest rank, or rank 0 alone with all cores."""
         dist.barrier()
         if self.device.type == "cpu":
             torch.set_num_threads(self.size if alone else 1)
@@ -108,7 +110,7 @@ class Bench:
     def compare(
         self, baseline: Callable[[], None], calls: dict[str, Callable[[], None]], whole: bool = True
     ) -> tuple[Sample, dict[str, str]]:
-        """Ratios of each call to the baseline; a ``whole`` baseline is one process's, with the whole problem."""
+        """Return the ratio of each call to the baseline. With ``whole`` one process runs the baseline on all data."""
         rounds: list[tuple[Sample, dict[str, Sample]]] = []
         for _ in range(self.repeats + 1):
             rounds.append((self.time(baseline, alone=whole), {name: self.time(call) for name, call in calls.items()}))
@@ -145,7 +147,7 @@ class Shape:
         return f"S={self.tokens} heads={self.heads}/{self.kv_heads} dim={self.dim} {name}"
 
     def draw(self, device: torch.device) -> list[Tensor]:
-        """Query, key, value and output gradient of the whole sequence, [s, 1, heads, dim]."""
+        """Draw query, key, value and output gradient of the whole sequence, [s, 1, heads, dim]."""
         torch.manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return [torch.randn(self.tokens, 1, h, self.dim).to(device, self.dtype) for h in heads]
@@ -183,14 +185,14 @@ def bench_speed(bench: Bench, shapes: list[Shape]) -> None:
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th part of the sequence as it is: what zigzag is measured against."""
+    """Layout in which rank r holds the r-th part of the sequence, to compare with zigzag."""
 
     def spans(self, rank: int) -> tuple[RowSpan, ...]:
         return (RowSpan(0, self.rows, rank * self.rows, 0),)
 
 
 def bench_split(bench: Bench, shape: Shape) -> None:
-    bench.log("\n## A ring over contiguous parts, as a multiple of the same ring over zigzag parts")
+    bench.log("\n## Ring over contiguous shards, relative to the same ring over zigzag shards")
     whole = shape.draw(bench.device)
     peers = Peers.of(dist.group.WORLD)
 
@@ -206,7 +208,7 @@ def bench_split(bench: Bench, shape: Shape) -> None:
 
 
 def bench_window(bench: Bench, shape: Shape) -> None:
-    bench.log("\n## A sliding window, as a share of full causal attention on the same transport")
+    bench.log("\n## Sliding window, relative to full causal attention on the same transport")
     mine = sharded(bench, shape.draw(bench.device))
     for name in ONE_LEVEL:
         full = functools.partial(forward_backward, transport(name), mine)
@@ -221,7 +223,7 @@ def bench_window(bench: Bench, shape: Shape) -> None:
 
 
 def bench_packed(bench: Bench, shape: Shape) -> None:
-    bench.log("\n## Sequences of very different lengths in one pack, as a share of a batch padded to the longest")
+    bench.log("\n## Pack of sequences of very different lengths, relative to a batch padded to the longest")
     unit = 2 * bench.size
     lengths = [max(unit, shape.tokens >> shift) for shift in (1, 2, 3, 4, 5, 5)]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(bench.device)
@@ -241,7 +243,7 @@ def bench_packed(bench: Bench, shape: Shape) -> None:
 
 @contextmanager
 def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
-    """Every hop takes ``seconds`` from its start; without ``overlap`` the rank waits for it before it computes."""
+    """Delay every hop by ``seconds``. Without ``overlap`` the rank waits for it before it computes."""
     original = comm.hop
 
     class Late(comm.PendingReceive):
@@ -265,7 +267,7 @@ def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
 
 
 def bench_overlap(bench: Bench, shape: Shape) -> None:
-    bench.log("\n## The ring with every message delayed: what is hidden behind compute")
+    bench.log("\n## Ring with every message delayed: share of the delay hidden behind compute")
     mine = sharded(bench, shape.draw(bench.device))
     run = functools.partial(forward_backward, transport(RING.name), mine)
 
@@ -283,8 +285,8 @@ def bench_overlap(bench: Bench, shape: Shape) -> None:
             for overlap in (True, False)
         )
         bench.log(
-            f"{shape}: {plain * 1e3:.0f} ms; {messages} messages of {delay * 1e3:.0f} ms more: {on * 1e3:.0f} ms with "
-            f"overlap, {off * 1e3:.0f} ms without: {1 - max(0.0, on - plain) / max(off - plain, 1e-9):.0%} hidden"
+            f"{shape}: {plain * 1e3:.0f} ms; {messages} messages delayed by {delay * 1e3:.0f} ms: {on * 1e3:.0f} ms "
+            f"with overlap, {off * 1e3:.0f} ms without: {1 - max(0.0, on - plain) / max(off - plain, 1e-9):.0%} hidden"
         )
 
 
@@ -300,9 +302,9 @@ def bench_where(bench: Bench, shapes: list[Shape]) -> None:
             kernel, summed = spent["kernel"], spent["add"]
             rows = {
                 "kernels": kernel,
-                "merging and adding": summed,
-                "sending and waiting": spent["exchange"],
-                "copies and the rest": total - kernel - summed - spent["exchange"],
+                "merging, adding": summed,
+                "sending, waiting": spent["exchange"],
+                "copies, other": total - kernel - summed - spent["exchange"],
             }
             shares = ", ".join(f"{what} {seconds / total:.1%}" for what, seconds in rows.items())
             bench.log(f"{shape} {name:10} {total * 1e3:.0f} ms: {shares}")
@@ -310,7 +312,7 @@ def bench_where(bench: Bench, shapes: list[Shape]) -> None:
 
 @contextmanager
 def stopwatches() -> Iterator[dict[str, float]]:
-    """Seconds spent in kernels, in adding partial results up, and in starting and awaiting exchanges."""
+    """Measure seconds in kernels, in adding partial results, and in starting and awaiting exchanges."""
     spent = {"kernel": 0.0, "add": 0.0, "exchange": 0.0}
     watched = [
         (CpuFlash, "forward", "kernel"),
@@ -345,8 +347,8 @@ def stopwatches() -> Iterator[dict[str, float]]:
 
 
 def bench_pytorch(bench: Bench, shape: Shape) -> None:
-    """PyTorch's context parallelism has no CPU path; its ring template runs when given the CPU kernel by hand."""
-    bench.log("\n## PyTorch's own ring template, driven with the same kernel (over the time of our ring)")
+    """Time PyTorch's ring template. PyTorch has no CPU path for it, so it gets the CPU kernel here."""
+    bench.log("\n## PyTorch's own ring template with the same kernel, relative to our ring")
     if bench.device.type != "cpu":
         bench.log("on CPUs only: elsewhere use PyTorch's context_parallel")
         return
@@ -415,11 +417,11 @@ def main() -> None:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks to start (without torchrun)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of gloo ranks to start; ignored under torchrun")
     parser.add_argument("--sizes", type=numbers, default=[4096, 8192], help="sequence lengths")
     parser.add_argument("--dims", type=numbers, default=[64, 128], help="head dims")
     parser.add_argument("--dtypes", type=names, default=[*DTYPES], help=", ".join(DTYPES))
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds, after one warm-up round")
     parser.add_argument("--only", type=names, default=[*SECTIONS], help=", ".join(SECTIONS))
     options = parser.parse_args()
     for what, given, known in (("section", options.only, SECTIONS), ("dtype", options.dtypes, DTYPES)):

@@ -1,13 +1,16 @@
-"""How much longer saving and loading a checkpoint take with checksums than without, and how fast checksums are.
+"""Measure how much checksums add to saving and loading a checkpoint, and how fast checksums are.
 
     python benchmarks/checkpoint_checksums.py                    # two gloo ranks on this machine, about 1 GB
     python benchmarks/checkpoint_checksums.py --ranks 1 --millions 100 --folder /the/file/system
 
-Saving and loading take turns, with checksums and without, in an order that changes each round. Every ratio is of two
-times of one round; printed are the median over rounds and the smallest and largest. ``wall`` is the slowest rank's
-time. ``cpu`` is the sum of all ranks' CPU time, which other programs on the machine disturb less. ``best`` is the ratio
-of the two sides' shortest times, which they disturb least. ``loading`` reads from the page cache, where checksums cost
-the most. ``cold`` loads what the page cache does not hold, as a run does that goes on after a machine was started.
+Saving and loading alternate between with and without checksums, in an order that changes each round. Each ratio
+compares two times of one round. Printed are the median over rounds, the smallest and the largest:
+
+- ``wall``: time of the slowest rank.
+- ``cpu``: CPU time of all ranks together. Other programs on the machine disturb it less.
+- ``best``: ratio of the shortest times of the two sides, which other programs disturb least.
+- ``loading`` reads from the page cache, where checksums cost the most. ``cold`` reads from the disk, as a run does that
+  resumes after a reboot.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from megatron_cp.training.setup import Run, setup
 
 
 class Unsummed(_StorageWriterTransforms):
-    """What torch sends the items through where nothing is summed."""
+    """Torch's transformation of items when no checksums are computed."""
 
     result = FileSum(0, "")
 
@@ -62,7 +65,7 @@ def configuration(options: argparse.Namespace) -> RunConfig:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of the slowest rank, and the CPU seconds of all."""
+    """Return the wall seconds of the slowest rank and the CPU seconds of all ranks."""
     gather_objects(None)
     wall, cpu = time.perf_counter(), time.process_time()
     call()
@@ -71,7 +74,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def save(run: Run, folder: str, summed: bool) -> None:
-    """Without checksums as it was before there were any: torch's own of its archives, which nothing compares."""
+    """Save a checkpoint. Without checksums torch computes its archives' CRC-32, which nothing compares."""
     before = checkpoint_writer.SummingTransforms, checkpoint_writer.write_checksums
     set_crc32 = torch.serialization.set_crc32_options
     if not summed:
@@ -91,7 +94,7 @@ def load(run: Run, folder: str, summed: bool) -> None:
 
 
 def forget(folder: str) -> None:
-    """Have the kernel drop a checkpoint's files from the page cache."""
+    """Drop a checkpoint's files from the page cache."""
     if torch.distributed.get_rank() == 0:
         for path in Path(folder).rglob("*"):
             if path.is_file():
@@ -129,14 +132,14 @@ def rank_main(options: argparse.Namespace, folder: str) -> None:
             wall, cpu, *seconds = (sorted(column) for column in zip(*ratios, strict=True))
             best = [column[0] for column in seconds]
             print(
-                f"{what:8s} wall {shown(wall)} best {best[0] / best[2]:.3f}  cpu {shown(cpu)} best "
+                f"{what:8s} wall {format_ratios(wall)} best {best[0] / best[2]:.3f}  cpu {format_ratios(cpu)} best "
                 f"{best[1] / best[3]:.3f}  without, at best: {best[2]:.2f} s wall, {best[3]:.2f} s cpu",
                 flush=True,
             )
     run.close()
 
 
-def shown(ratios: list[float]) -> str:
+def format_ratios(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} [{ratios[0]:.3f} {ratios[-1]:.3f}]"
 
 
@@ -162,7 +165,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--millions", type=float, default=60.0, help="parameters; a checkpoint has 16 bytes for each")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    parser.add_argument("--folder", help="folder to write to (default: a temporary one)")
     options = parser.parse_args()
     print(
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""What the dynamic CP scheduler is compared with: two other schedulers, and a lower bound."""
+"""Baselines for the dynamic CP scheduler: two other schedulers and a lower bound."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 
 
 def greedy(lengths: np.ndarray, num_ranks: int, max_seqlen_per_rank: int, cost: CostModel) -> Schedule:
-    """The greedy rule of Megatron-LM's development branch, re-stated. Power-of-two ranks."""
+    """Schedule by the greedy rule of Megatron-LM's development branch, reimplemented. Power-of-two ranks."""
     problem = make_problem(lengths, num_ranks, max_seqlen_per_rank, 1, cost, 1)
     return Schedule(num_ranks, max_seqlen_per_rank, greedy_per_microbatch(problem))
 
 
 def shipped_scheduler(num_ranks: int, max_seqlen_per_rank: int) -> Any:
-    """megatron-core 0.19's own BalancedCPScheduler, without process groups."""
+    """Schedule by megatron-core 0.19's own BalancedCPScheduler, without process groups."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class Ranks:
@@ -29,7 +29,10 @@ def shipped_scheduler(num_ranks: int, max_seqlen_per_rank: int) -> Any:
 
 
 def shipped_seconds(assignment: list[list[list[int]]], lengths: np.ndarray, cost: CostModel) -> float:
-    """Seconds of a step as megatron-core 0.19 runs it: each sample on its own, a barrier after each round."""
+    """Return the seconds of a step as megatron-core 0.19 runs it.
+
+    Each sample runs on its own, with a barrier after each round.
+    """
     total = 0.0
     for round_ in assignment:
         holders: dict[int, int] = {}
@@ -41,10 +44,10 @@ def shipped_seconds(assignment: list[list[list[int]]], lengths: np.ndarray, cost
 
 
 def lower_bound(lengths: np.ndarray, num_ranks: int, max_seqlen_per_rank: int, cost: CostModel) -> float:
-    """Seconds that no schedule can beat: the larger of the work spread evenly and the dearest sample.
+    """Return a lower bound of the seconds of a step: evenly spread work, or the costliest sample.
 
-    The work is attention at the smallest CP size a sample fits (short tiles included), the linear part, and what the
-    fewest possible microbatches cost; communication is taken as free. The dearest sample runs on its best CP size.
+    The work is attention at the smallest CP size that a sample fits (short tiles included), the linear part, and the
+    overhead of the fewest possible microbatches. Communication is free. The costliest sample runs on its best CP size.
     """
     sizes = [1 << i for i in range(num_ranks.bit_length())]
     s = lengths.astype(np.float64)

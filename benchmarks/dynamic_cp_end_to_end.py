@@ -1,20 +1,26 @@
-"""What dynamic context parallelism brings a whole training step: the same samples, trained three ways in one run.
+"""Compare whole training steps with dynamic and static context parallelism on the same samples, in one run.
 
     python benchmarks/dynamic_cp_end_to_end.py                       # four gloo ranks on this machine
     python benchmarks/dynamic_cp_end_to_end.py --ranks 2 --distributions wikipedia --rounds 5
     torchrun --nproc_per_node=8 benchmarks/dynamic_cp_end_to_end.py  # GPUs
 
-The three ways take turns, a step each: ``dynamic`` (a group size for every microbatch), ``packed`` (static context
-parallelism over all ranks, samples packed by ``dp_balanced``) and ``padded`` (static, every sample padded to the
-longest allowed). All ranks may hold the same number of tokens at a time, and the longest sample needs all of them.
-Printed are medians over rounds and, in brackets, the smallest and largest: ``wall`` from barrier to barrier, ``cpu``
-the CPU time of the busiest rank. Where ranks outnumber cores, idle ranks lend their core to busy ones, and wall time
-shows less of an imbalance than it would on a machine of the right size.
+Three methods alternate, one step each:
 
-``predicted`` is the simulator's: both schedules under the cost model fitted to the steps before the measured ones, and
-what these steps spent outside of microbatches (reducing gradients, the optimizer).
-Lengths are the named distribution's, divided by ``--shrink`` and cut to ``--longest``; ``uniform`` has an eighth of the
-longest everywhere, and ``full`` the longest: there is nothing to gain there. Both have fewer samples in a step.
+- ``dynamic``: one group size per microbatch.
+- ``packed``: static context parallelism over all ranks, samples packed by ``dp_balanced``.
+- ``padded``: static context parallelism, every sample padded to the longest allowed length.
+
+The token limit per rank is the same for all, and the longest sample needs all ranks. Printed are medians over rounds
+and, in brackets, the smallest and the largest. ``wall`` is from barrier to barrier, ``cpu`` is the CPU time of the
+busiest rank. With more ranks than cores, idle ranks leave their core to busy ones. Wall time then shows less imbalance
+than a machine with enough cores would show.
+
+``predicted`` is the simulator's ratio: both schedules under the cost model fitted to the warm-up steps, plus the time
+that those steps spent outside of microbatches (gradient reduction, optimizer).
+
+Lengths are drawn from the named distribution, divided by ``--shrink`` and limited to ``--longest``. With ``uniform``
+every sample has an eighth of ``--longest``, with ``full`` all of it: dynamic CP gains nothing there. Both have fewer
+samples a step.
 """
 
 from __future__ import annotations
@@ -63,19 +69,19 @@ def configuration(way: str, options: argparse.Namespace) -> RunConfig:
     model.cp_comm_type = options.transport
     config.dataset.seq_length = options.longest
     config.train.global_batch_size, config.train.train_iters = options.batch, 10_000
-    config.dist.use_decentralized_pg = True  # several runs side by side: none may own the global state
+    config.dist.use_decentralized_pg = True  # several runs in one process: none may own the global state
     config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", VOCAB
     if way != "padded":
         model.max_seqlen_per_dp_cp_rank = options.longest // options.ranks
         model.dynamic_context_parallel = way == "dynamic"
         model.sequence_packing_scheduler = "default_dynamic_cp" if way == "dynamic" else "dp_balanced"
-        # One more than are run before measuring: what was seen until then is read below.
+        # One more than the warm-up steps, so the calibrator still holds its observations when they end.
         model.dynamic_context_parallel_calibration_iters = options.calibrate + 1
     return config.finalize()
 
 
 class Padded(Dataset):
-    """Each sample padded to one length."""
+    """Dataset that pads each sample to one length."""
 
     def __init__(self, samples: MockVarlenDataset, length: int) -> None:
         self._samples, self._length = samples, length
@@ -97,7 +103,7 @@ class Way:
     walls: list[float] = field(default_factory=list)
     cpus: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)  # of the steps before: seconds that are not microbatches'
+    outside: list[float] = field(default_factory=list)  # warm-up steps: seconds outside of microbatches
     plans: list[StepPlan] = field(default_factory=list)
 
     @classmethod
@@ -136,8 +142,10 @@ def spread(values: list[float]) -> str:
 
 
 def calibrated(*ways: Way) -> Fit:
-    """The cost model that fits what the ways measured so far: between them they ran samples of all lengths on groups
-    of all sizes."""
+    """Fit the cost model to the measurements of several methods.
+
+    Together they ran samples of all lengths on groups of all sizes.
+    """
     states = [way.steps.state_dict()["calibration"] for way in ways]
     config = ways[0].run.config
     calibrator = Calibrator(model_cost(config.model, config.dataset.seq_length))
@@ -147,7 +155,7 @@ def calibrated(*ways: Way) -> Fit:
 
 
 def compare(distribution: str, options: argparse.Namespace) -> None:
-    """Train on one distribution all three ways and print what came out."""
+    """Train on one distribution with all methods and print the ratios."""
     equal = {"uniform": options.longest // 8, "full": options.longest}.get(distribution)
     if equal:
         batch = max(options.ranks, 64 * options.batch // equal)
@@ -191,16 +199,16 @@ def compare(distribution: str, options: argparse.Namespace) -> None:
         predicted = seconds["packed"] / seconds["dynamic"]
         print(
             f"  over all steps      wall {gain:.2f}   cpu {gain_cpu:.2f}   predicted {predicted:.2f}"
-            f" (the model is off by {fit.residual:.0%} of a rank's step)"
+            f" (error of the cost model: {fit.residual:.0%} of a rank's step)"
         )
-        print(f"  losses of the two differ by at most {worst:.1e}", flush=True)
+        print(f"  losses of dynamic and packed differ by at most {worst:.1e}", flush=True)
     for way in ways.values():
         way.steps.close()
         way.run.close()
 
 
 def _ratios(theirs: list[float], ours: list[float], pairs: range | None) -> list[float]:
-    """Round by round on the same samples; against the median where ``theirs`` ran other rounds."""
+    """Return ratios of each round on the same samples, or to the median where ``theirs`` ran other rounds."""
     if pairs is not None:
         return [theirs[index] / ours[index] for index in pairs]
     return [seconds / statistics.median(ours) for seconds in theirs]
@@ -208,13 +216,13 @@ def _ratios(theirs: list[float], ours: list[float], pairs: range | None) -> list
 
 def compare_all(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    start_logging(1, False)  # only warnings: a run's own lines would bury the results
+    start_logging(1, False)  # only warnings, so the results stay readable
     for distribution in options.distributions:
         compare(distribution, options)
 
 
 def compare_on_this_machine(options: argparse.Namespace) -> None:
-    """On a rank that no launcher started, and told who it is."""
+    """Compare on a rank that no launcher started: set the launcher's variables first."""
     rank, size = str(dist.get_rank()), str(options.ranks)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     compare_all(options)
@@ -222,17 +230,17 @@ def compare_on_this_machine(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="gloo ranks to start (without torchrun)")
+    parser.add_argument("--ranks", type=int, default=4, help="number of gloo ranks to start; ignored under torchrun")
     parser.add_argument(
         "--distributions", type=lambda text: text.split(","), default=["wikipedia", "documents", "uniform", "full"]
     )
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sample")
-    parser.add_argument("--shrink", type=int, default=16, help="lengths are divided by this")
-    parser.add_argument("--batch", type=int, default=48, help="samples of a step")
-    parser.add_argument("--calibrate", type=int, default=8, help="steps before measuring")
-    parser.add_argument("--rounds", type=int, default=8, help="measured steps of each way")
+    parser.add_argument("--longest", type=int, default=2048, help="maximum tokens of a sample")
+    parser.add_argument("--shrink", type=int, default=16, help="divisor of the drawn lengths")
+    parser.add_argument("--batch", type=int, default=48, help="samples per step")
+    parser.add_argument("--calibrate", type=int, default=8, help="warm-up steps, to which the cost model is fitted")
+    parser.add_argument("--rounds", type=int, default=8, help="measured steps of each method")
     parser.add_argument("--padded", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--padded-rounds", type=int, default=1, help="measured steps of the padded way: they are slow")
+    parser.add_argument("--padded-rounds", type=int, default=1, help="measured steps of the slow padded method")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--transport", default=RING.name, choices=TRANSPORTS)

@@ -1,4 +1,4 @@
-"""The greedy rule of Megatron-LM's development branch (2026), re-stated: one microbatch after another, cost s^2 / c.
+"""Greedy rule of Megatron-LM's development branch (2026), reimplemented: one microbatch after another, cost s^2 / c.
 
 A baseline of the benchmark. The scheduler does not use it.
 """
@@ -12,12 +12,12 @@ from megatron_cp.dynamic_cp.types import Group
 
 
 def greedy_per_microbatch(problem: Problem) -> list[list[Group]]:
-    """Microbatches by the greedy rule. The problem's group sizes must double from level to level.
+    """Return microbatches by the greedy rule. The problem's group sizes must double from level to level.
 
-    Each microbatch is opened by the longest sample left, on the fewest ranks that hold it; its cost and 5 % is the cap
-    of every group. Each further sample, longest first, is added to a group or opens one, of any size that holds it,
-    wherever the largest group cost stays smallest (ties: the smaller group). What fits nowhere waits for the next
-    microbatch. Idle ranks widen the smallest group; if that is impossible, all samples share one group of all ranks.
+    The longest remaining sample opens each microbatch, on the fewest ranks that hold it. Its cost plus 5 % limits every
+    group. Each further sample, longest first, joins a group or opens one, of any size that holds it, so that the
+    largest group cost is smallest (ties: the smaller group). A sample that fits nowhere moves to the next microbatch.
+    Idle ranks widen the smallest group. If that is impossible, all samples share one group of all ranks.
     """
     lengths, capacity, ranks = problem.length_list, problem.max_tokens, problem.tree.num_ranks
     sizes, ids = list(problem.sizes), problem.order.tolist()

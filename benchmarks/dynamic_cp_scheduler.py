@@ -1,4 +1,4 @@
-"""Measure the dynamic CP scheduler: balance on a grid of simulated steps, and its own time. Needs no GPU.
+"""Measure the dynamic CP scheduler: balance on a grid of simulated steps, and its CPU time. Needs no GPU.
 
     python benchmarks/dynamic_cp_scheduler.py              # balance, h100_8b, 3 seeds; about ten minutes on one core
     python benchmarks/dynamic_cp_scheduler.py --cost h100_moe3b --seeds 1
@@ -7,7 +7,7 @@
     python benchmarks/dynamic_cp_scheduler.py --part time  # scheduling time against megatron-core's scheduler
     python benchmarks/dynamic_cp_scheduler.py --quick      # a few minutes less: every third configuration, one seed
 
-Step times come from the cost model, not from GPUs. Every scheduler sees the exact model. Ends with 1 if a target is
+Step times are simulated with the cost model. Every scheduler uses the same model. The exit code is 1 if a target is
 missed (full grid with h100_8b only).
 """
 
@@ -70,7 +70,7 @@ MODES: dict[str, Callable[[int], dict[str, int]]] = {
     "barrier": lambda ranks: {"sync_ranks": ranks},
     "pipeline 4": lambda ranks: {"pipeline_size": 4},
 }
-# Samples that static CP packs well: most want the same number of ranks, and few share a microbatch.
+# Samples that static CP packs well: most need the same number of ranks, and few share a microbatch.
 ALIKE = [
     ("long", 8192, 64, 8192, 4096),
     ("long", 16384, 64, 16384, 2048),
@@ -90,7 +90,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def balance(cost_name: str, seeds: int, step: int) -> bool:
-    """Imbalance of every scheduler on the grid. Returns whether all targets were met."""
+    """Print the imbalance of every scheduler on the grid. Return whether all targets are met."""
     cost = PRESETS[cost_name]
     table: dict[tuple[str, str], list[float]] = defaultdict(list)
     up_to_256: dict[str, list[float]] = defaultdict(list)
@@ -157,7 +157,7 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
 
 
 def against_greedy(seeds: int, step: int) -> bool:
-    """Seconds of a step over the greedy rule's, for every cost preset. Returns whether none is over 1.01."""
+    """Print seconds of a step over the greedy rule's, for every cost preset. Return whether none is over 1.01."""
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
     for distribution, longest, ranks, tokens, count in GRID[::step]:
         for seed in range(seeds):
@@ -170,9 +170,7 @@ def against_greedy(seeds: int, step: int) -> bool:
                     ratio = simulate(ours, lengths, cost, **keeping).seconds
                     ratio /= simulate(plan, lengths, cost, **keeping).seconds
                     ratios[name, mode].append((ratio, f"{distribution} G={ranks} m={tokens} n={count} seed {seed}"))
-    print(
-        f"Seconds over the greedy rule's: geometric mean, and the worst case\n\n| cost | {' | '.join(MODES)} | where |"
-    )
+    print(f"Seconds over the greedy rule's: geometric mean, worst case\n\n| cost | {' | '.join(MODES)} | where |")
     print(f"|---|{'---|' * len(MODES)}---|")
     for name in PRESETS:
         cells = []
@@ -185,7 +183,10 @@ def against_greedy(seeds: int, step: int) -> bool:
 
 
 def against_static(seeds: int, step: int) -> bool:
-    """Seconds of a step over balanced static CP's where ranks share experts. Returns whether none is over 1.005."""
+    """Print seconds of a step over balanced static CP's, where ranks share experts.
+
+    Return whether none is over 1.005.
+    """
     ratios: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
     for distribution, longest, ranks, tokens, count in ALIKE[::step]:
         for seed in range(seeds):
@@ -202,7 +203,7 @@ def against_static(seeds: int, step: int) -> bool:
                     ratio /= simulate(static, lengths, cost, sync_ranks=sync).seconds
                     case = f"{distribution} <={longest} G={ranks} m={tokens} n={count} seed {seed}"
                     ratios[name, sync].append((ratio, case))
-    print("Seconds over balanced static CP's, by ranks that share experts: geometric mean, and the worst case\n")
+    print("Seconds over balanced static CP's, by ranks that share experts: geometric mean, worst case\n")
     print(f"| cost | {' | '.join(map(str, SHARING_EXPERTS))} | where |\n|---|{'---|' * len(SHARING_EXPERTS)}---|")
     for name in dict.fromkeys(name for name, _ in ratios):
         of_sync = [ratios[name, sync] for sync in SHARING_EXPERTS]
@@ -212,7 +213,7 @@ def against_static(seeds: int, step: int) -> bool:
 
 
 def best_time(run: Callable[[], Any], repeats: int) -> float:
-    """CPU seconds of the fastest of a few runs: the least disturbed by what else the machine does."""
+    """Return the CPU seconds of the fastest of a few runs, the one that other programs disturbed least."""
     times = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -222,7 +223,10 @@ def best_time(run: Callable[[], Any], repeats: int) -> float:
 
 
 def scheduling_time(cost_name: str) -> bool:
-    """CPU time of scheduling, in milliseconds, one core. Returns whether the targets at G=1024, n=4096 were met."""
+    """Print the CPU milliseconds of scheduling on one core.
+
+    Return whether the targets at G=1024, n=4096 are met.
+    """
     cost = PRESETS[cost_name]
     print("CPU milliseconds, documents <= 128K, m = 8192\n")
     names = " | ".join([*MODES, "megatron-core 0.19.2", "its time / dense", "its time / slowest"])

@@ -1,25 +1,29 @@
-"""Attention alone on one device: our kernels beside others', and what a ring's cutting into blocks costs.
+"""Measure attention on one device: our kernels beside others', and what a ring's division into blocks costs.
 
     python benchmarks/gpu_attention.py                                              # a GPU: 4K to 64K tokens
     python benchmarks/gpu_attention.py --sizes 4096 --heads 32/8 --dims 128 --rings 2,4,8
     python benchmarks/gpu_attention.py --sizes 512 --heads 8/2 --dims 64 --matmul 512 --packs 8   # on a CPU, to try it
 
-Causal, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU, the ways taking turns in every round.
-``sdpa`` is PyTorch's own with the kernel that it chooses, ``cudnn`` and ``flash`` with cuDNN's and FlashAttention-2,
-between which ours chooses. Where Transformer Engine is installed ``te`` is its attention and ``ours by te`` ours with
-its kernels, as in its layers, which the rings below have then too. A way that fails is left out, its error on standard
-error. On a GPU the kernels' time is taken and not the host's: they are launched while the device is kept waiting, as in
-training, where the host is ahead of it. Rates count causal attention's operations (2 a pair and channel forward for
-each of two products, 2.5 times that backward) over half the square, and stand beside the rate of large matrix products
-in the same run.
+Causal attention, forward and forward plus backward, in bf16 on a GPU and float32 on a CPU. The kernels alternate in
+every round. A kernel that fails is left out; its error goes to standard error.
 
-A ring of c ranks is run without its communication: this device does what one rank would launch, on blocks of the same
-sizes, with the merging of partial results; a visitor is there when it is asked for. Printed is c times the slowest
-rank's time over the time of the whole sequence in one call: what is above 1 is the price of the blocks.
+- ``ours``: this package's attention, which chooses between ``cudnn`` and ``flash``.
+- ``sdpa``: PyTorch's attention with the kernel that PyTorch chooses; ``cudnn`` and ``flash``: with cuDNN's and
+  FlashAttention-2.
+- ``te``: Transformer Engine's attention, where it is installed; ``ours by te``: ours with its kernels, as in its
+  layers. The rings below then use its kernels too.
 
-A pack holds as many sequences as it says, the longest four times the shortest. Beside our attention of it, on a GPU one
-launch, and Transformer Engine's, ``one by one`` is sdpa of each sequence; here the host's time counts too, for it is
-what many launches cost.
+On a GPU the kernels' time is measured, without the host's: kernels are launched while the device is kept waiting. In
+training the host is ahead of the device as well. Rates count causal attention's operations (2 a pair and channel
+forward for each of two products, 2.5 times as many backward) over half the square. They are printed as a share of the
+rate of large matrix products in the same run.
+
+A ring of c ranks runs without communication: this device launches what one rank would launch, on blocks of the same
+sizes, including the merging of partial results. Received blocks are available at once. Printed is c times the slowest
+rank's time over the time of the whole sequence in one call. The part above 1 is the cost of the blocks.
+
+In a pack of n sequences the longest is four times the shortest. ``one by one`` calls sdpa for each sequence. Here the
+host's time counts too, because it is the cost of many launches.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_pretrain import told, told_rates_of_products, wait
+from benchmarks.gpu_pretrain import error_cell, print_matmul_rates, wait
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
@@ -56,11 +60,11 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Ways = dict[str, tuple[Attention, Inputs]]
 
 KERNELS = ("ours", "ours by te", "sdpa", "cudnn", "flash")
-PAUSE = 40_000_000  # clock cycles of the device, some 20 ms: longer than the host takes to launch a pass
+PAUSE = 40_000_000  # clock cycles of the device, about 20 ms: longer than the host takes to launch a pass
 
 
 def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
-    """Query, key and value [rows, 1, heads, dim] that want gradients."""
+    """Draw query, key and value [rows, 1, heads, dim] that require gradients."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     query, key, value = (
         torch.randn(rows, 1, count, dim, device=device()).to(dtype).requires_grad_()
@@ -70,9 +74,9 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
 
 
 def ring_of_one(rank: int, size: int, pack: Layout | None = None, by_te: bool = False) -> Attention:
-    """What ``rank`` of a ring of ``size`` launches for its shard of a sequence, or of a ``pack``.
+    """Return what ``rank`` of a ring of ``size`` launches for its shard of a sequence or of a ``pack``.
 
-    ``by_te``: Transformer Engine's kernels, and not PyTorch's.
+    ``by_te``: use Transformer Engine's kernels instead of PyTorch's.
     """
     peers = Peers(None, rank, size)
 
@@ -95,7 +99,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend | None = 
 
 
 def one_by_one(lengths: Sequence[int]) -> Attention:
-    """sdpa of each sequence of a pack."""
+    """Return attention that calls sdpa for each sequence of a pack."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequences = zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True)
@@ -105,7 +109,7 @@ def one_by_one(lengths: Sequence[int]) -> Attention:
 
 
 def uneven(size: int, count: int) -> tuple[int, ...]:
-    """Lengths of ``count`` sequences, ``size`` tokens in all, the longest about four times the shortest."""
+    """Return lengths of ``count`` sequences, ``size`` tokens in total, the longest about four times the shortest."""
     step = next(step for step in (7, 5, 3, 1) if math.gcd(step, count) == 1)
     shares = [1 + 3 * (step * index % count) / max(1, count - 1) for index in range(count)]
     ends = [round(size * end / sum(shares)) for end in accumulate(shares)]
@@ -113,7 +117,7 @@ def uneven(size: int, count: int) -> tuple[int, ...]:
 
 
 def transformer_engine(heads: int, kv_heads: int, dim: int, pack: Sequence[int] | None = None) -> Attention | None:
-    """Transformer Engine's attention, of a ``pack`` of such lengths; None where it is not there or there is no GPU."""
+    """Return Transformer Engine's attention, of a ``pack`` of these lengths. None without it or without a GPU."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -141,7 +145,7 @@ def transformer_engine(heads: int, kv_heads: int, dim: int, pack: Sequence[int] 
 
 
 def seconds_of(attention: Attention, given: Inputs, with_host: bool = False) -> tuple[float, float]:
-    """Seconds forward, and forward plus backward, of one run: of a GPU, unless ``with_host``."""
+    """Return seconds of one run, forward and forward plus backward: of the GPU, unless ``with_host``."""
     for x in given:
         x.grad = None
     if torch.cuda.is_available() and not with_host:
@@ -175,8 +179,11 @@ def _device_seconds_of(attention: Attention, given: Inputs) -> tuple[float, floa
     return forward, forward + backward
 
 
-def those_that_work(ways: Ways) -> Ways:
-    """The first, whose error is the case's, and of the others those that can compute it; each runs once and is warm."""
+def usable(ways: Ways) -> Ways:
+    """Return the kernels that can compute their inputs, after one warm-up run each.
+
+    Raises the first kernel's error. Errors of the others are printed.
+    """
     first, works = next(iter(ways)), {}
     for name, way in ways.items():
         try:
@@ -191,7 +198,7 @@ def those_that_work(ways: Ways) -> Ways:
 
 
 def measure(ways: Ways, repeats: int, with_host: bool = False) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of each way in each round, forward and both; one round before is not counted."""
+    """Return seconds of each kernel in each round, forward and both, after one warm-up round."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for index in range(repeats + 1):
         for name, (attention, given) in ways.items():
@@ -201,13 +208,13 @@ def measure(ways: Ways, repeats: int, with_host: bool = False) -> dict[str, tupl
 
 
 def ratio(times: list[float], others: list[float], factor: float = 1.0) -> str:
-    """``factor`` times the one over the other: median of the rounds, least and most."""
+    """Format ``factor`` times the ratio of times: median of the rounds, smallest and largest."""
     each = [factor * a / b for a, b in zip(times, others, strict=True)]
     return f"{statistics.median(each):.3f} [{min(each):.3f} {max(each):.3f}]"
 
 
 def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repeats: int, peak: float) -> None:
-    """The rows of one shape."""
+    """Print the rows of one shape."""
     whole = inputs(size, heads, kv_heads, dim)
     ways: Ways = {"ours": (ring_of_one(0, 1), whole), "sdpa": (sdpa, whole)}
     if torch.cuda.is_available():
@@ -216,7 +223,7 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
     engine = transformer_engine(heads, kv_heads, dim)
     if engine is not None:
         ways |= {"te": (engine, whole), "ours by te": (ring_of_one(0, 1, by_te=True), whole)}
-    ways = those_that_work(ways)
+    ways = usable(ways)
     for count in rings:
         shard = inputs(size // count, heads, kv_heads, dim)
         by_te = engine is not None
@@ -225,7 +232,7 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
         }
     found = measure(ways, repeats)
     name = f"| {size} | {heads}/{kv_heads} | {dim} |"
-    told_rates(found, name, size * size / 2 * heads * dim * 4, peak, (*KERNELS, "te"), ("te", "sdpa"))
+    print_rates(found, name, size * size / 2 * heads * dim * 4, peak, (*KERNELS, "te"), ("te", "sdpa"))
     for count in rings:
         ranks = [found[f"ring {count}, rank {rank}"] for rank in {0, count - 1}]
         slowest = [[max(times) for times in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]
@@ -235,7 +242,7 @@ def case(size: int, heads: int, kv_heads: int, dim: int, rings: list[int], repea
 
 
 def pack_case(size: int, count: int, heads: int, kv_heads: int, dim: int, repeats: int, peak: float) -> None:
-    """The rows of a pack of ``count`` sequences."""
+    """Print the rows of a pack of ``count`` sequences."""
     lengths, given = uneven(size, count), inputs(size, heads, kv_heads, dim)
     layout = Layout(lengths, lengths, 1)
     ways: Ways = {
@@ -245,13 +252,13 @@ def pack_case(size: int, count: int, heads: int, kv_heads: int, dim: int, repeat
     engine = transformer_engine(heads, kv_heads, dim, lengths)
     if engine is not None:
         ways |= {"te": (engine, given), "ours by te": (ring_of_one(0, 1, layout, by_te=True), given)}
-    found = measure(those_that_work(ways), repeats, with_host=True)
+    found = measure(usable(ways), repeats, with_host=True)
     pairs = sum(length**2 for length in lengths) / 2 * heads * dim * 4
     name = f"| {size} in {count} | {heads}/{kv_heads} | {dim} |"
-    told_rates(found, name, pairs, peak, ("ours", "ours by te", "one by one", "te"), ("te", "one by one"))
+    print_rates(found, name, pairs, peak, ("ours", "ours by te", "one by one", "te"), ("te", "one by one"))
 
 
-def told_rates(
+def print_rates(
     found: dict[str, tuple[list[float], list[float]]],
     name: str,
     pairs: float,
@@ -259,7 +266,7 @@ def told_rates(
     ways: Sequence[str],
     beside: Sequence[str],
 ) -> None:
-    """The rows of those ``ways`` that were measured, each over the first of ``beside`` that was."""
+    """Print the rows of the measured ``ways``, each relative to the first measured one of ``beside``."""
     for way in ways:
         if way in found:
             forward, both = found[way]
@@ -275,13 +282,18 @@ def main() -> None:
     parser.add_argument("--heads", type=lambda text: text.split(","), default=["32/32", "32/8"])
     parser.add_argument("--dims", **numbers, default=[64, 128])
     parser.add_argument("--rings", **numbers, default=[2, 4, 8])
-    parser.add_argument("--packs", **numbers, default=[8, 64], help="how many sequences a pack of each size has")
+    parser.add_argument("--packs", **numbers, default=[8, 64], help="numbers of sequences per pack")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
-    parser.add_argument("--matmul-seconds", type=float, default=5.0, help="of products, before the rate that lasts")
+    parser.add_argument("--matmul", type=int, default=8192, help="size of the square matrices to compare with")
+    parser.add_argument(
+        "--matmul-seconds",
+        type=float,
+        default=5.0,
+        help="warm-up of the matrix products",
+    )
     options = parser.parse_args()
-    peak = told_rates_of_products(options.matmul, options.matmul_seconds)
-    print("| tokens | heads | dim | way | forward | both | both, over te's (sdpa's, or one by one, without it) |")
+    peak = print_matmul_rates(options.matmul, options.matmul_seconds)
+    print("| tokens | heads | dim | kernel | forward | both | both, over te's (or sdpa's, or one by one) |")
     print("|---|---|---|---|---|---|---|")
 
     def arrived(
@@ -300,8 +312,8 @@ def main() -> None:
                     for one in cases:
                         try:
                             one(options.repeats, peak)
-                        except Exception as error:  # the other shapes are measured all the same
-                            print(f"| {size} | {heads} | {dim} | {told(error)} | | | |", flush=True)
+                        except Exception as error:  # continue with the other shapes
+                            print(f"| {size} | {heads} | {dim} | {error_cell(error)} | | | |", flush=True)
                             failed = True
     sys.exit(failed)
 

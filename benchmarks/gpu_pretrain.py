@@ -1,24 +1,25 @@
-"""Tokens/s and model-FLOPs utilization of training on one device, beside the matrix products that it can do.
+"""Measure tokens/s and model-FLOPs utilization of training on one device, relative to its matrix products.
 
     python benchmarks/gpu_pretrain.py                                         # a GPU: 1B, 4K to 128K tokens
     python benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none     # the two that matter most, some minutes
     python benchmarks/gpu_pretrain.py --models 1b,8b --sizes 8192,32768 --recompute none,mlp,full
-    python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # what a CPU can do, to try the script
+    python benchmarks/gpu_pretrain.py --models tiny --sizes 256 --matmul 512  # on a CPU, to try the script
     python benchmarks/gpu_pretrain.py model.apply_rope_fusion=false           # without one of the fused kernels
-    python benchmarks/gpu_pretrain.py --attention native model.transformer_impl=local  # nothing of Transformer Engine
-    python benchmarks/gpu_pretrain.py --sizes 8192 --profile traces           # and where a step's time goes
+    python benchmarks/gpu_pretrain.py --attention native model.transformer_impl=local  # without Transformer Engine
+    python benchmarks/gpu_pretrain.py --sizes 8192 --profile traces           # and profile a step
 
-Utilization is that of the rate measured in the same run for large bf16 matrix products, not of a data sheet's:
-operations are counted as in ``megatron_cp/estimate/flops.py`` (causal attention, no recomputation). A GPU slows
-down when it has been busy for a while, by its limit of power; training, which lasts, is compared with what the products
-reach then. Their first rate is printed too, and beside each utilization the operations a second that it stands for.
+Utilization is relative to the rate of large bf16 matrix products in the same run, not to a data sheet. Operations are
+counted as in ``megatron_cp/estimate/flops.py`` (causal attention, no recomputation). A busy GPU slows down after some
+seconds because of its power limit. Training is therefore compared with the rate that products reach then. The initial
+rate is printed too, and beside each utilization its operations per second.
 
 ``8b`` has the 8B model's widths and four of its layers. Each case is a step of the recipe, with its data and its
-optimizer; printed are the median over steps and, in brackets, the slowest and fastest. ``mlp`` computes MLPs again in
-the backward pass, which keeps a third of the activations for a fraction of the work of ``full``. A case that does not
-fit in memory, or fails, says so in its row, and the others are measured all the same; the exit code is then 1 for one
-that failed. With ``--profile`` each case has one step more, which is profiled as a run's would be, into a folder of its
-own in that one; ``megatron-cp profile`` sums it up, and so does this at its end.
+optimizer. Printed are the median over steps and, in brackets, the slowest and the fastest. ``mlp`` recomputes MLPs in
+the backward pass: it keeps a third of the activations and costs a fraction of ``full``. A case that fails or does not
+fit in memory has a row with the reason, and the other cases still run. The exit code is 1 if a case failed.
+
+``--profile`` profiles one further step of each case, into a subfolder per case, and prints the summary of ``megatron-cp
+profile`` at the end.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def wait() -> None:
 
 
 def matmul_rates(size: int, seconds: float) -> tuple[float, float]:
-    """FLOP/s of products of square matrices, of the first ones and of those after so many ``seconds`` of them; medians.
+    """Return the FLOP/s of products of square matrices: initially, and after ``seconds`` of them; medians.
 
-    In bf16 on a GPU, float32 as the recipes use it on a CPU.
+    In bf16 on a GPU, in float32 as the recipes use it on a CPU.
     """
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
@@ -92,8 +93,8 @@ def matmul_rates(size: int, seconds: float) -> tuple[float, float]:
     return 2 * size**3 / statistics.median(first), 2 * size**3 / statistics.median(last)
 
 
-def told_rates_of_products(size: int, seconds: float) -> float:
-    """Measures and prints them with the device; the lasting one."""
+def print_matmul_rates(size: int, seconds: float) -> float:
+    """Measure the rates of matrix products, print them with the device, and return the sustained rate."""
     first, lasting = matmul_rates(size, seconds)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
@@ -104,11 +105,11 @@ def told_rates_of_products(size: int, seconds: float) -> float:
 
 
 def config_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> RunConfig:
-    """One case: a published model on one rank, with made-up tokens."""
+    """Return the configuration of a case: a published model on one rank, with mock data."""
     recipe, overrides = MODELS[model]
     settings = [
         *overrides,
-        "train.check_memory=false",  # it measures what fits
+        "train.check_memory=false",  # whether a case fits is measured
         f"dataset.seq_length={size}",
         f"train.global_batch_size={max(1, options.tokens // size)}",
         "train.micro_batch_size=1",
@@ -126,7 +127,7 @@ def config_of(model: str, size: int, attention: str, recompute: str, options: ar
 
 @contextmanager
 def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
-    """A run that is ready, its global batches, and the rows of its embedding.
+    """Set up a run; yield it with its global batches and the padded vocabulary size.
 
     Raises:
         ConfigError: this machine cannot run the case.
@@ -150,9 +151,9 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
 
 
 def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]:
-    """Yields the operations of a step, then the seconds of each step; the first ones, which warm up, among them.
+    """Yield the operations of a step, then the seconds of each step, warm-up steps included.
 
-    One step more, at last, is not measured but profiled, if ``profiles`` says where to.
+    With ``profiles`` one further step is profiled into this folder instead of measured.
     """
     with running(config) as (run, steps, rows):
         yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
@@ -170,7 +171,7 @@ def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """Of the device too; Python's garbage is collected before and not meanwhile, as the recipes have it."""
+    """Return a step's seconds, the device's included. Python's garbage is collected before, not during the step."""
     gc.collect()
     wait()
     began = time.perf_counter()
@@ -180,7 +181,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def measure(model: str, size: int, attention: str, recompute: str, peak: float, options: argparse.Namespace) -> str:
-    """One case as a row of the table; with a profile, if one is wanted."""
+    """Return one case as a row of the table."""
     name = f"| {model} | {size} | {attention} | {recompute} |"
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -189,7 +190,7 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
         flops, *seconds = steps_of(config_of(model, size, attention, recompute, options), profiles)
         seconds = seconds[options.warm_up :]
     except Exception as error:
-        return f"{name} {told(error)} | | | |"
+        return f"{name} {error_cell(error)} | | | |"
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -201,11 +202,11 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
     return f"{name} {tokens / median:.0f} | {rate} | {used[0]} [{used[1]} {used[2]}] | {memory} |"
 
 
-def told(error: Exception) -> str:
-    """What a row says of its case's error, the traceback of one that nobody expects going to standard error."""
+def error_cell(error: Exception) -> str:
+    """Return a failed case's cell. The traceback of an unexpected error goes to standard error."""
     if isinstance(error, ConfigError):
         return error.violations[0].message
-    # Extensions make a plain RuntimeError of torch's own.
+    # Extensions raise a plain RuntimeError in place of torch's OutOfMemoryError.
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return "does not fit in memory"
     traceback.print_exception(error)
@@ -214,22 +215,27 @@ def told(error: Exception) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_overrides(parser, "settings of every case")
+    add_overrides(parser, "settings for all cases")
     names = {"type": lambda text: text.split(",")}
     parser.add_argument("--models", **names, default=["1b"], help=", ".join(MODELS))
     parser.add_argument("--sizes", **names, default=["4096", "8192", "16384", "32768", "65536", "131072"])
     parser.add_argument("--attention", **names, default=["te", "native"], help="te, native")
     parser.add_argument("--recompute", **names, default=["none", "mlp"], help=", ".join(RECOMPUTE))
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a step")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens per step")
     parser.add_argument("--chunk", type=int, default=32768, help="model.cross_entropy_chunk_size")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    parser.add_argument("--matmul", type=int, default=8192, help="rows and columns of the matrices")
-    parser.add_argument("--matmul-seconds", type=float, default=5.0, help="of products, before the rate that lasts")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile a step of each case, into this folder")
+    parser.add_argument("--warm-up", type=int, default=3, help="warm-up steps of each case")
+    parser.add_argument("--matmul", type=int, default=8192, help="size of the square matrices to compare with")
+    parser.add_argument(
+        "--matmul-seconds",
+        type=float,
+        default=5.0,
+        help="warm-up of the matrix products",
+    )
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile one step of each case into this folder")
     options = parser.parse_args()
     start_logging(1, False)  # only warnings
-    peak = told_rates_of_products(options.matmul, options.matmul_seconds)
+    peak = print_matmul_rates(options.matmul, options.matmul_seconds)
     print("| model | tokens | attention | recompute | tokens/s | TFLOP/s | utilization, % | memory, GB |")
     print("|---|---|---|---|---|---|---|---|")
     rows = []

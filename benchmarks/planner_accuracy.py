@@ -1,11 +1,12 @@
-"""How well memory and step time are predicted: published measurements against the models of ``megatron_cp/estimate``.
+"""Compare published measurements of memory and step time with the models of ``megatron_cp/estimate``.
 
     python benchmarks/planner_accuracy.py --rows benchmarks/measurements/published.csv
     python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate 3 --regret
 
-By source and metric: rows, how many are predicted, why the others are not, mean, 90th percentile and worst error.
-``--calibrate K`` first fits each source's devices to K of its step times, and predicts the others. ``--regret``: of
-layouts of one job, how much slower than the best measured one the layout is that the model would choose.
+Prints by source and metric: number of rows, number of predicted rows, reasons for rows that are not predicted, mean,
+90th percentile and worst error. ``--calibrate K`` first fits the devices of each source to K of its step times, and
+predicts the other rows. ``--regret`` compares layouts of one job: how much slower the layout predicted to be fastest is
+than the fastest measured one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Change = Callable[[Device], Device]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row with what was predicted of it, or why nothing was."""
+    """Row with its prediction, or the reason why it is not predicted."""
 
     row: Row
     predicted: float | None
@@ -52,13 +53,13 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted over measured, minus 1."""
         assert self.predicted is not None
         return self.predicted / self.measured - 1
 
 
 def seconds_of(row: Row, job: Job) -> float | None:
-    """The measured seconds of a step, where a row tells them."""
+    """Return the measured seconds of a step, or None if the row does not state them."""
     try:
         value, metric = float(row["value"]), row["metric"]
     except (ValueError, KeyError):
@@ -76,7 +77,7 @@ def seconds_of(row: Row, job: Job) -> float | None:
 
 
 def predict(row: Row, change: Change = lambda device: device) -> float:
-    """A row's metric. Raises Refused."""
+    """Predict a row's metric. Raises Refused."""
     metric = row.get("metric") or ""
     if metric == "attention_tflops_per_gpu":
         return attention_rate(row, change)
@@ -105,7 +106,7 @@ def predict(row: Row, change: Change = lambda device: device) -> float:
 
 
 def speedup(row: Row, job: Job, device: Device) -> float:
-    """Of a step on as many GPUs; without pipeline, as its size is not published."""
+    """Return the speedup of a step on as many GPUs; without pipeline, as its size is not published."""
 
     def per_gpu(tp: int, cp: int, recompute: bool) -> float:
         model = replace(
@@ -169,13 +170,16 @@ def outcomes(rows: Sequence[Row], calibrate: int) -> list[Outcome]:
             found.append(Outcome(row, predict(row, change)))
         except Refused as error:
             found.append(Outcome(row, None, str(error)))
-        except (ValueError, ArithmeticError, KeyError, TypeError, IndexError) as error:  # a row of another kind
+        except (ValueError, ArithmeticError, KeyError, TypeError, IndexError) as error:  # a row with unexpected content
             found.append(Outcome(row, None, f"not understood: {error}"))
     return found
 
 
 def calibrated(rows: Sequence[Row], count: int) -> dict[str, tuple[Change, frozenset[int]]]:
-    """For each source: its devices' speeds fitted to ``count`` rows spread over its times, and those rows."""
+    """Fit the devices of each source to ``count`` rows spread over its times.
+
+    Returns by source how to change a device, and the ids of the rows used.
+    """
     by_source: dict[str, list[tuple[float, Row, Job, Device]]] = defaultdict(list)
     for row in rows:
         try:
@@ -188,7 +192,7 @@ def calibrated(rows: Sequence[Row], count: int) -> dict[str, tuple[Change, froze
     found = {}
     for source, every in by_source.items():
         common = Counter(each[3].name for each in every).most_common(1)[0][0]
-        measured = [each for each in every if each[3].name == common]  # others change as this one does
+        measured = [each for each in every if each[3].name == common]  # the other devices are scaled as this one
         if len(measured) <= 2 * count:
             continue
         measured.sort(key=lambda each: each[0] * each[2].layout.world_size)
@@ -219,7 +223,7 @@ def table(found: Sequence[Outcome]) -> list[str]:
 
 
 def regrets(found: Sequence[Outcome]) -> list[str]:
-    """How much slower than the best measured layout of a job the one is that was predicted to be the fastest."""
+    """Compare the layout predicted to be fastest with the fastest measured layout of each job."""
     same = ("source", "metric", "model", "hidden", "layers", "seq_len", "gpus", "gpu_type", "gbs", "precision")
     groups: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     for each in found:
@@ -242,9 +246,9 @@ def regrets(found: Sequence[Outcome]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", required=True, type=Path, help="a CSV file with the columns of published.csv")
+    parser.add_argument("--rows", required=True, type=Path, help="CSV file with the columns of published.csv")
     parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="rows of each source to fit to first")
-    parser.add_argument("--regret", action="store_true", help="also judge the choice among layouts of one job")
+    parser.add_argument("--regret", action="store_true", help="also compare the choice among layouts of one job")
     parser.add_argument("--each", metavar="PART", help="also print each row of sources with PART in their names")
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
-"""Rows of published measurements as jobs: shapes, conventions and defaults of each source. Needs no torch.
+"""Convert rows of published measurements to jobs: shapes, conventions and defaults of each source. Needs no torch.
 
-A row's blank cells are filled with what its source's recipes use; ``Refused`` says what is missing where that is not
-known. The columns are those of ``benchmarks/measurements/published.csv``.
+Blank cells are filled with the values that the source's recipes use. ``Refused`` names a missing value where that is
+not known. The columns are those of ``benchmarks/measurements/published.csv``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ UNGATED = ("gpt3", "gpt-", "megatron-", "mt-nlg", "nemotron")  # models whose ML
 
 
 class Refused(Exception):
-    """A row that cannot be predicted, and why."""
+    """Row that cannot be predicted; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How a source's program trains, where its rows do not say.
+    """Conventions of a source's program, where its rows do not state them.
 
     whole_attention: its FLOP formula counts all pairs of a sample, not those of a causal mask.
-    recomputed: it counts what full recomputation repeats. tp_overlap: share of tensor parallel messages hidden.
-    attention: speed of its attention kernels to those of the device's file. unfused: no flash attention.
-    clock: speed of its GPUs' matrix products to those of the device's file. memory: of kernels that only move data.
-    host: speed of its host to that of the device's file. host_serial: see Device.
-    ep_overlap: share of expert parallel messages hidden. interleaves: blank vpp means as many virtual stages as fit.
-    whole_batches: mbs is a replica's batch of a step, which a pipeline takes a sample at a time.
+    recomputed: its FLOP formula includes full recomputation. tp_overlap: share of tensor parallel messages hidden.
+    attention: speed of its attention kernels relative to the device's file. unfused: no flash attention.
+    clock: speed of its GPUs' matrix products relative to the device's file. memory: of kernels that only move data.
+    host: speed of its host relative to the device's file. host_serial: see Device.
+    ep_overlap: share of expert parallel messages hidden. interleaves: blank vpp means the most that fit.
+    whole_batches: mbs is a replica's batch of a step, and a pipeline takes one sample at a time.
     """
 
     sequence_parallel: bool = True
@@ -66,13 +66,13 @@ class Stack:
 
 
 def load_stacks() -> dict[str, Stack]:
-    """The programs of ``measurements/programs.yaml``, by name."""
+    """Read the programs of ``measurements/programs.yaml``, by name."""
     return {name: Stack(**fields) for name, fields in read_yaml(PROGRAMS).items()}
 
 
 PROGRAMS = MEASUREMENTS / "programs.yaml"
 STACKS = load_stacks()
-# Whose rows they are: a part of the source's name, the beginning of the GPU's, and the program; the first that fits.
+# Part of the source's name, prefix of the GPU's name, program. The first match applies.
 SOURCES = (
     ("performance-summary-archive", "", "bridge"),
     ("Megatron-Bridge", "", "bridge"),
@@ -98,7 +98,7 @@ def stack_of(row: Row) -> Stack:
 
 
 def number(row: Row, column: str, default: int | None = None) -> int:
-    """A cell as a whole number; blank cells are the default's, or refused."""
+    """Read a cell as an integer. A blank cell gives the default, or raises Refused."""
     text = (row.get(column) or "").strip()
     if not text:
         if default is None:
@@ -120,9 +120,9 @@ def gemm_of(row: Row, device: Device) -> Gemm:
     if "fp4" in text:
         found: Gemm = "nvfp4"
     elif "mx" in text or (text.startswith("per-tensor") and "variant 2" in note):
-        found = "mxfp8"  # the second value of a cell is of MXFP8, whose heading names both
+        found = "mxfp8"  # the second value of a cell with two is MXFP8
     elif "rowwise" in text:
-        found = "bf16"  # torchao's product with a scale a row is no faster than 16 bits
+        found = "bf16"  # torchao's product with one scale per row is no faster than in 16 bits
     elif "8" in text or "per-tensor" in text:
         found = "fp8"
     elif "recipe" in note and "fp8mx" in note:
@@ -145,7 +145,7 @@ def device_of(row: Row, stack: Stack) -> Device:
 
 
 def adapted(device: Device, stack: Stack) -> Device:
-    """A device under a source's program."""
+    """Apply a source's program to a device."""
     forward, backward = device.attention_flops
     changed = replace(
         device,
@@ -163,8 +163,8 @@ def adapted(device: Device, stack: Stack) -> Device:
 
 
 UNFUSED_LAUNCHES = 1.35  # Megatron's fused softmax of 2022 takes heads and samples in fours
-DROPPED_LAUNCHES = 0.4  # experts of a fixed capacity: the host need not wait for what the router chose
-UNFUSED_BYTES = 12.0  # a score is written, scaled and masked, normalized, dropped and read again in 16 bits
+DROPPED_LAUNCHES = 0.4  # experts of a fixed capacity: the host need not wait for the router
+UNFUSED_BYTES = 12.0  # passes over the scores in 16 bits: write, scale and mask, normalize, drop out, read
 
 
 def shape_of(row: Row) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def recompute_of(text: str) -> dict[str, Any]:
 
 
 def job_of(row: Row) -> tuple[Job, Device]:
-    """The job of a row, and the device it ran on. Raises Refused."""
+    """Return a row's job and the device that it ran on. Raises Refused."""
     stack = stack_of(row)
     note, metric = (row.get("note") or "").lower(), row.get("metric") or ""
     for word, reason in {
@@ -245,9 +245,9 @@ def job_of(row: Row) -> tuple[Job, Device]:
     replicas = gpus // ranks
     virtual = number(row, "vpp", _interleaved(shape["num_layers"], sizes["pp"]) if stack.interleaves else 1)
     if "num_moe_experts" in shape and number(row, "seq_len") <= 4096:
-        number(row, "mbs")  # experts' speed depends on it most; long samples go one by one
+        number(row, "mbs")  # the speed of experts depends on it most; long samples run one by one
     if "sft" in note:
-        number(row, "gbs")  # without it, nothing tells how long and how many its documents are
+        number(row, "gbs")  # without it the lengths of the documents are unknown
     mbs = number(row, "mbs", 1)
     gbs = number(row, "gbs", mbs * replicas * (1 if stack.whole_batches else 8 * sizes["pp"] if sizes["pp"] > 1 else 4))
     if stack.whole_batches:
@@ -312,7 +312,7 @@ def job_of(row: Row) -> tuple[Job, Device]:
 
 
 def _interleaved(layers: int, stages: int) -> int:
-    """Virtual stages where a source says nothing: the most, up to eight, that divide a stage's layers."""
+    """Return the default of virtual stages: the most, up to eight, that divide a stage's layers."""
     each = -(-layers // stages)
     return max(size for size in range(1, 9) if each % size == 0) if stages > 1 else 1
 
@@ -324,7 +324,7 @@ def shape_name(row: Row) -> str:
 def transport_of(
     row: Row, cp: int, shape: Mapping[str, Any], tp: int, default: str = "p2p"
 ) -> tuple[str, list[int] | None]:
-    """A row's transport and its levels; latent attention, whose keys and values are many, exchanges heads."""
+    """Return a row's transport and its levels. Latent attention exchanges heads: it has many keys and values."""
     if cp == 1:
         return "p2p", None
     latent = shape.get("multi_latent_attention")
@@ -344,7 +344,7 @@ def _levels(heads: int, cp: int) -> list[int]:
 
 
 def flops_of_source(row: Row, job: Job) -> float:
-    """Operations of a step by the formula of the row's source."""
+    """Return the operations of a step by the formula of the row's source."""
     stack, model = stack_of(row), job.model
     counted = model
     if stack.whole_attention:

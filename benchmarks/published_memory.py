@@ -99,7 +99,7 @@ def _korthikanti(row: Row) -> float:
     job = _job(row, model, micro_batch_size, 64 * micro_batch_size, distributed=False)
     if row["metric"] == "activation_memory_gib":
         return _of_metric(row, memory_estimate(job, _BEFORE_FLASH).kinds) / GIB
-    # The paper leaves embeddings out, which a stage between the first and the last one has not.
+    # The paper leaves out embeddings, as a stage between the first and the last has none.
     return _states(stage_estimate(job, min(1, model.pipeline_model_parallel_size - 1), _BEFORE_FLASH).kinds) / GIB
 
 

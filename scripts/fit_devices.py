@@ -1,12 +1,12 @@
-"""Fit the devices' constants to published measurements, and check them on sources that they were not fitted to.
+"""Fit the devices' constants to published measurements, and check them on sources left out of the fit.
 
-    python scripts/fit_devices.py            # what would change, and the errors
-    python scripts/fit_devices.py --write    # into megatron_cp/estimate/devices and measurements/programs.yaml
-    python scripts/fit_devices.py --validate # each source left out in turn: minutes
+    python scripts/fit_devices.py            # print the changes and the errors
+    python scripts/fit_devices.py --write    # write to megatron_cp/estimate/devices and measurements/programs.yaml
+    python scripts/fit_devices.py --validate # leave out each source in turn: minutes
 
-Few constants, each held near its value of the files by a prior: efficiency of matrix products by format for each
-generation of GPUs, a clock for each GPU, attention, memory, host, and the speeds of each source's program. A source
-counts as ten rows at most, and single rows far off count linearly (Huber).
+A prior holds each constant near its present value. The constants are the efficiency of matrix products by format for
+each generation of GPUs, a clock for each GPU, attention, memory, host, and the speeds of each source's program. A
+source counts as ten rows at most, and outliers count linearly (Huber).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.time import time_estimate
 
 ROWS = published.PROGRAMS.parent / "published.csv"
-MOST = 10  # rows that a source counts as
+MOST = 10  # maximum weight of a source, in rows
 NOISE = {"dense": 0.03, "experts": 0.1}
 GENERATIONS = {"ampere": ["a100"], "hopper": ["h100", "h200", "h800"], "blackwell": ["b200", "gb200", "b300", "gb300"]}
 HOSTS = {"x86": ["a100", "h100", "h200", "h800", "b200", "b300"], "grace": ["gb200", "gb300"]}
@@ -57,15 +57,15 @@ class Measured:
     seconds: float
     source: str
     sigma: float
-    launches: float  # that its job launches for each of the device's
+    launches: float  # launches of the job per launch of the device's file
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A factor on something, with the width of its prior in the logarithm."""
+    """Factor on a constant, with the width of its prior in the logarithm."""
 
     name: str
-    devices: tuple[str, ...]  # it matters to; () with a program
+    devices: tuple[str, ...]  # affected devices; () with a program
     program: str | None
     width: float
 
@@ -132,7 +132,7 @@ def measured_rows() -> list[Measured]:
 
 
 def errors(rows: Sequence[Measured], found: Mapping[Constant, float]) -> np.ndarray:
-    """Logarithms of predicted over measured seconds."""
+    """Return the logarithms of predicted over measured seconds."""
     devices = {name: changed(load_device(name), found) for name in {row.device for row in rows}}
     stacks = {name: changed_stack(name, found) for name in {row.program for row in rows}}
     pairs = {(r.device, r.program): adapted(devices[r.device], stacks[r.program]) for r in rows}
@@ -205,8 +205,8 @@ def write(found: Mapping[Constant, float]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write what was found into the files")
-    parser.add_argument("--validate", action="store_true", help="leave each source out in turn")
+    parser.add_argument("--write", action="store_true", help="write the fitted constants to the files")
+    parser.add_argument("--validate", action="store_true", help="leave out each source in turn")
     options = parser.parse_args()
     rows = measured_rows()
     if options.validate:

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, one after the other: what is there, four ranks on one GPU, the benchmarks, and the tests for
-# GPUs; each with a log and a time limit, and none kept from running by another one's failure. One GPU is enough.
+# Run the checks that need a GPU, one after the other: the installation, four ranks on one GPU, the benchmarks and the
+# tests for GPUs. Each has a log and a time limit. A failed check does not stop the others. One GPU is enough.
 #
 #   scripts/gpu_checks.sh [--out FOLDER] [--seconds N] [CHECK ...]
 #
-# CHECK     look, verify, train, pretrain, attention, rates, profile, tests or larger; all of them in this order if none
-#           is named
-# --out     where logs and traces go (runs/gpu_checks of this clone)
-# --seconds for all of them together: what has no time left is not begun, and what runs is stopped
+# CHECK     look, verify, train, pretrain, attention, rates, profile, tests or larger; default: all, in this order
+# --out     folder of logs and traces (default: runs/gpu_checks of this clone)
+# --seconds time limit of all checks together: the running check is stopped, and the rest is left out
 #
-# PYTHON is the interpreter (.venv/bin/python, which scripts/setup.sh --gpu makes); nothing is installed and no network is
-# needed. WORKERS tests run at a time (6). The exit code is 1 if a check failed or was left out.
+# PYTHON is the interpreter (default: .venv/bin/python, which scripts/setup.sh --gpu creates). The script installs nothing
+# and needs no network. WORKERS is the number of tests that run at a time (6). Exit code 1: a check failed or was left out.
 set -uo pipefail
 from=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -35,7 +34,7 @@ done
 mkdir -p "$out" || exit 2
 python=${PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Benchmarks: long sequences break memory into pieces, and Transformer Engine's slow attention shall not be measured.
+# Benchmarks: long sequences fragment memory, and Transformer Engine's slow attention must not be measured.
 measured=(env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_UNFUSED_ATTN=0 "$python")
 ranks=("$python" -m torch.distributed.run --nproc_per_node=4)
 tiny=(--recipe llama_tiny_pretrain_config dist.distributed_backend=staged)
@@ -43,7 +42,7 @@ bf16=(mixed_precision.fp32=false mixed_precision.bf16=true)
 
 summary=() failed=0 running=
 trap '[[ $running ]] && kill -INT "$running"; exit 130' INT TERM
-# check NAME SECONDS COMMAND...: the command, at most so long (counted from its begin) or what is left for all.
+# check NAME SECONDS COMMAND...: run the command for at most SECONDS, or for the rest of the total time.
 check() {
     local name=$1 limit=$2 began=$SECONDS code
     shift 2
@@ -54,8 +53,8 @@ check() {
         return 0
     fi
     echo "== $name: $*"
-    # timeout ends the command and whatever that has started, as a process group of their own: which an interrupt from
-    # the keyboard does not reach, so it is passed on.
+    # timeout ends the command and its children, which are a process group of their own. An interrupt from the keyboard
+    # does not reach that group, so this script passes it on.
     exec 3> >(tee -i "$out/$name.log")
     tee=$!
     timeout --signal=INT --kill-after=10 "$limit" "$@" >&3 2>&1 &
@@ -63,7 +62,7 @@ check() {
     exec 3>&-
     wait "$running"
     code=$?
-    kill -KILL -- "-$running" 2>/dev/null # what it has left behind would disturb the next one
+    kill -KILL -- "-$running" 2>/dev/null # leftover processes would disturb the next check
     wait "$tee"
     ((code == 0)) || failed=1
     case $code in 0) code=passed ;; 124 | 137) code="stopped after $limit s" ;; *) code="failed ($code)" ;; esac

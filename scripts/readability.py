@@ -1,7 +1,7 @@
-"""Print the mean and the longest sentence of README and each docs page: python scripts/readability.py [PAGE ...]
+"""Print the mean and the longest sentence of each page: python scripts/readability.py [PAGE ...]
 
-Headings, tables and code blocks do not count. Inline code is one word. Below the table stand the sentences that are
-longer than LONGEST words.
+Headings, tables and code blocks do not count. Inline code is one word. Sentences longer than LONGEST words follow the
+table.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])["')\]]*\s+(?=["'(\[]?[A-Z0-9])""")
 
 
 def pages() -> list[Path]:
-    """List README, CONTRIBUTING, CHANGELOG, SECURITY and every docs page."""
-    return [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+    """List README, CONTRIBUTING, CHANGELOG, SECURITY, the benchmarks' page and every docs page."""
+    return [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def sentences(text: str) -> list[str]:
@@ -47,7 +47,7 @@ def figures(text: str) -> tuple[int, float, int]:
 
 
 def _without_boxes(text: str) -> str:
-    """Remove front matter, and take the content of MkDocs' admonitions and tabs for ordinary paragraphs."""
+    """Remove front matter, and treat the content of MkDocs' admonitions and tabs as paragraphs."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     lines, inside = [], False
     for line in text.split("\n"):

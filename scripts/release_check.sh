@@ -25,14 +25,14 @@ uv=$(command -v uv || echo .venv/bin/uv)
 [[ -x $python ]] || fail ".venv: not there. Fix: scripts/setup.sh"
 if [[ -f mkdocs.yml ]]; then
     step "documentation"
-    # Not --quiet, which hides warnings from --strict too.
+    # Not --quiet: it hides warnings from --strict too.
     "$python" -m mkdocs build --strict --site-dir "$work/site" >"$work/log" 2>&1 ||
         { cat "$work/log" && fail "mkdocs.yml: the documentation has errors"; }
 fi
 
 step "sdist, and the wheel from it"
 mkdir "$work/source" "$work/dist"
-git ls-files -z | xargs -0 cp --parents -t "$work/source" # a build writes into its folder
+git ls-files -z | xargs -0 cp --parents -t "$work/source" # a build writes to its folder
 (cd "$work/source" && "$python" -c 'import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])' \
     "$work/dist") >"$work/log" 2>&1 || { cat "$work/log" && fail "pyproject.toml: no sdist could be built"; }
 "$python" -m pip wheel -q --no-deps --no-index --no-build-isolation -w "$work/dist" "$work"/dist/*.tar.gz ||

@@ -1,4 +1,4 @@
-"""Put pages of the repository that lie outside docs/ into the site, as the section Project (a hook of mkdocs.yml)."""
+"""Add the repository's pages outside docs/ to the site, as the section Project (a hook of mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between docs/ and the repository's other pages into links of the site."""
+    """Convert links between docs/ and the repository's other pages to links of the site."""
     outside = page.file.src_uri in PAGES.values()
     for source, target in LINKS.items():
         up = r"(?:\.\./)*" if outside else r"(?:\.\./)+"

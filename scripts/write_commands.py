@@ -1,4 +1,4 @@
-"""Write docs/reference/commands.md from what each command's --help prints: python scripts/write_commands.py"""
+"""Write docs/reference/commands.md from each command's --help: python scripts/write_commands.py"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _help(*arguments: str) -> str:
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD, f"```text\n{_help()}\n```\n"]
     for command in cli._MODULES:
         for words in [(command,)] + [(command, part) for part in ("import", "export") if command == "convert"]:

@@ -1,4 +1,4 @@
-"""What a verification card checks: each kind runs a command's arguments and returns numbers. See verification_cards.py.
+"""Checks of verification cards: each kind runs a command's arguments and returns numbers. See verification_cards.py.
 
 Commands run in this process or on ranks forked from it. Only numbers that do not depend on speed are measured.
 """
@@ -43,7 +43,7 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of check: the result to expect, and what measures it from a command's arguments."""
+    """Kind of check: the expected result, and the function that measures it from a command's arguments."""
 
     expected: str
     measure: Callable[[list[str]], Measured]
@@ -86,7 +86,7 @@ def parameters(arguments: list[str]) -> Measured:
 
 
 def count_parameters(recipe: str) -> int:
-    """Build the whole model without memory for its weights, and count them, padding of the vocabulary included."""
+    """Build the whole model without memory for weights; count the parameters, vocabulary padding included."""
     config = on_single_rank(load_recipe(recipe))
     core = transformer_config(config.model, config.mixed_precision, None)
     core.perform_initialization = core.use_cpu_initialization = False
@@ -101,7 +101,7 @@ _ROW = re.compile(r"^(\S.*?)(?:, step (\d+))?(?::.*?)? {2,}(?:.* )?(\S+) +(\d\.\
 
 
 def verify(arguments: list[str]) -> Measured:
-    """Measure the losses and differences that ``verify`` prints; it has found the layout equal."""
+    """Measure the losses and differences that ``verify`` prints; ``verify`` itself checks that they are equal."""
     out = _run_on_ranks(arguments)
     differences: dict[str, float] = {}
     shown: dict[str, float] = {}
@@ -137,12 +137,12 @@ def _rounded(value: float) -> float:
 
 
 def measure(kind: str, command: str) -> Measured:
-    """Run a card's command and return what is measured."""
+    """Run a card's command and return the measured numbers."""
     return CHECKS[kind].measure(shlex.split(command)[1:])
 
 
 def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """List what differs by more than rounding. ``verify`` itself has judged the differences between layouts."""
+    """List numbers that differ by more than rounding. ``verify`` itself checks differences between layouts."""
     wrong = [] if expected.keys() == found.keys() else [f"names: {list(expected)} and {list(found)}"]
     for name in (expected.keys() & found.keys()) - {"worst_differences"}:
         a, b = expected[name], found[name]

@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Set up the test process: threads, devices, signals, the order of tests."""
 
 import logging
 import os
@@ -10,13 +10,13 @@ from unittest import mock
 
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Asking whether there is a GPU must not start CUDA here: a forked rank could not start it again.
+# The check for a GPU must not start CUDA here: a forked rank could not start it again.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# A GPU's fused functions are compiled in each rank, and there by itself: not by one process more a core, each of which
-# imports torch.
+# Each rank compiles a GPU's fused functions in its own process. A pool of one process per core would import torch in
+# each of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Ignored under nohup and in a shell's background, and then also in every run that a test starts.
+# The signal is ignored under nohup and in a shell's background, and then also in every run that a test starts.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -43,14 +43,14 @@ import torch
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
 from megatron_cp.rules.nvml import read_driver
 
-# Few tests each, that take long: at the end of a run with several workers one of them would be left alone with these.
+# Files with few long tests run first. At the end of a run with several workers, one worker would be left with them.
 _FIRST = ("test_te_on_cpu", "test_pretend_gpu", "test_te_on_pretended_gpu", "test_mamba_on_cpu", "test_quickstart")
-# Folders whose files take long, most of them with several ranks. The quick files of the others fill up the end.
+# Folders with long files, most of them with several ranks. Quick files of other folders follow.
 _EARLY = ("functional_tests", "unit_tests/training", "unit_tests/verify", "unit_tests/models", "unit_tests/launch")
 
 
 def _import_transformer_engine(capability: float) -> None:
-    """Beside flash-attn it asks for the GPU's capability when it is imported, which would start CUDA here."""
+    """Import it without starting CUDA here: beside flash-attn its import asks for the GPU's capability."""
     major, minor = str(capability).split(".")
     gpu = SimpleNamespace(major=int(major), minor=int(minor))
     with mock.patch.multiple(torch.cuda, current_device=lambda: 0, get_device_properties=lambda device: gpu):
@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """A test that starts a run's logging in this process does not decide what the tests after it see."""
+def restore_logging() -> Iterator[None]:
+    """Restore logging after a test that starts a run's logging in this process."""
     loggers = [logging.getLogger(name) for name in (None, "megatron_cp", "megatron")]
     before = [(each.level, list(each.handlers)) for each in loggers]
     yield

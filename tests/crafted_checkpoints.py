@@ -1,4 +1,4 @@
-"""Alter a real checkpoint's files, for tests that try what a disk or an attacker may do to it."""
+"""Alter the files of a real checkpoint, to test damaged and malicious checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_cp.training.checkpoint.content import read_common
 
 
 class Command:
-    """An object whose unpickling runs a command of the shell, which leaves a marker."""
+    """Object whose unpickling runs a shell command, which creates a marker file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -34,7 +34,7 @@ def saved(value: Any, protocol: int = 2) -> bytes:
 
 
 def replace_object(folder: Path, name: str, content: bytes) -> None:
-    """Have the index name other bytes for an object; the checksums are those of the altered files."""
+    """Make the index list other bytes for an object; update the checksums of altered files."""
     index = read_index(folder)
     for key in index.storage_data:
         if key.fqn.startswith(f"{name}/"):
@@ -53,12 +53,12 @@ def renew_checksums(folder: Path) -> None:
         (folder / CHECKSUMS).unlink()
         try:
             write_checksums(folder, {})
-        except (ValueError, OSError):  # an index that names no places: as an earlier version's, without checksums
+        except (ValueError, OSError):  # an index without places, as versions without checksums wrote it
             (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
 def as_written_before_checksums(folder: Path) -> None:
-    """What the versions before them wrote."""
+    """Remove what versions without checksums did not write."""
     common = read_common(folder)
     del common["checksums"]
     (folder / CHECKSUMS).unlink()
@@ -66,7 +66,7 @@ def as_written_before_checksums(folder: Path) -> None:
 
 
 def flip(path: Path, chosen: random.Random) -> tuple[int, int]:
-    """Flip one bit of a file; returns where, for :func:`flip_back`."""
+    """Flip one bit of a file; return its place, for :func:`flip_back`."""
     place = chosen.randrange(path.stat().st_size), 1 << chosen.randrange(8)
     flip_back(path, *place)
     return place

@@ -1,4 +1,4 @@
-"""Figures that say how hard the package is to take over: sizes, circles, and in how many places a fact stands.
+"""Print figures of the package's complexity: sizes, import cycles, and the number of files that state a fact.
 
 python -m tests.house
 """
@@ -25,12 +25,12 @@ from megatron_cp.attention.transports.registry import TRANSPORTS
 from megatron_cp.config.run_config import ModelConfig
 
 PACKAGE = Path(__file__).parents[1] / "megatron_cp"
-MCORE = PACKAGE / "mcore"  # what changes megatron-core, or reads its private names
+MCORE = PACKAGE / "mcore"  # modules that change megatron-core or read its private names
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+    """Return every module of the package by its dotted name."""
     names = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))}
     return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
 
@@ -41,7 +41,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported_tree(path: Path) -> ast.Module:
-    """A module without what only type checkers import."""
+    """Return a module without the imports of type checkers."""
     found = ast.parse(path.read_text())
     found.body = [node for node in found.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
     return found
@@ -52,13 +52,13 @@ def loose_modules() -> list[str]:
 
 
 def files_of_folders() -> Counter[str]:
-    """How many modules beside ``__init__`` each folder has."""
+    """Count the modules beside ``__init__`` in each folder."""
     folders = (path.parent for path in modules().values() if path.stem != "__init__")
     return Counter(str(folder.relative_to(PACKAGE.parent)) for folder in folders)
 
 
 def import_circle() -> list[str]:
-    """Modules that import each other, also within functions; empty where there is no circle."""
+    """Return modules that import each other, also within functions; empty without a cycle."""
     graph = {name: _imports(name) for name in modules()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -77,7 +77,7 @@ def _imports(name: str) -> set[str]:
 
 
 def _strings(path: Path) -> Iterator[str]:
-    """All texts of a module but docstrings."""
+    """Return all texts of a module except docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = set()
     for node in ast.walk(tree(path)):
@@ -97,12 +97,12 @@ def _words() -> dict[Path, frozenset[str]]:
 
 
 def files_that_write(names: Iterable[str]) -> dict[str, list[Path]]:
-    """The files in whose texts each name stands as a word, with its declaration's or without."""
+    """Return the files whose texts contain each name as a word, with or without its declaration."""
     return {name: [path for path, words in _words().items() if name in words] for name in names}
 
 
 def files_that_write_a_transport() -> list[Path]:
-    """The files in whose texts a transport's name stands, also as a part of a fix, but for the transports' own."""
+    """Return the files whose texts contain a transport's name, except the transports' own."""
     own = {modules()[transport.run.partition(":")[0]] for transport in TRANSPORTS.values()}
     return sorted({path for paths in files_that_write(TRANSPORTS).values() for path in paths} - own)
 
@@ -112,7 +112,7 @@ def files_that_name(word: str) -> list[Path]:
 
 
 def functions_given(kind: str) -> list[str]:
-    """Functions with a parameter of this type."""
+    """Return functions with a parameter of this type."""
     found = []
     for name, path in modules().items():
         for node in ast.walk(tree(path)):
@@ -124,7 +124,7 @@ def functions_given(kind: str) -> list[str]:
 
 
 def upstream_names(path: Path) -> dict[str, str]:
-    """What a module takes from packages that are neither ours nor Python's: local name to dotted name."""
+    """Return names from packages other than ours and Python's: local name to dotted name."""
     found = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and _is_upstream(node.module):
@@ -133,7 +133,7 @@ def upstream_names(path: Path) -> dict[str, str]:
             for alias in filter(lambda alias: _is_upstream(alias.name), node.names):
                 first = alias.name.split(".")[0]
                 found |= {alias.asname: alias.name} if alias.asname else {first: first}
-    for node in ast.walk(tree(path)):  # their other names in the module
+    for node in ast.walk(tree(path)):  # aliases in the module
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name | ast.Attribute):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name) and _root(node.value) in found]
@@ -155,9 +155,9 @@ def _root(node: ast.AST) -> str:
 
 
 def private_upstream_names(path: Path) -> set[str]:
-    """Names with an underscore in front that a module takes from other packages, or reads or sets on their objects.
+    """Return private names of other packages that a module imports, or reads or sets on their objects.
 
-    Also methods and attributes of other packages' classes that a class of the module overrides, calls or reads.
+    Includes methods and attributes of other packages' classes that a class of the module overrides, calls or reads.
     """
     taken = upstream_names(path)
     found = {name.rpartition(".")[2] for name in taken.values() if is_private(name)} | private_reads(path)
@@ -172,7 +172,7 @@ def private_upstream_names(path: Path) -> set[str]:
 
 
 def private_reads(path: Path) -> set[str]:
-    """Private attributes of objects that are neither the package's own nor Python's."""
+    """Return private attributes of objects that belong neither to the package nor to Python."""
     public = {"_replace", "_asdict", "_fields", "_make"}  # NamedTuple's
     return {
         node.attr
@@ -193,7 +193,7 @@ def _used_on_self(kind: ast.ClassDef) -> set[str]:
 
 @cache
 def _own_names() -> frozenset[str]:
-    """What the package itself defines or sets."""
+    """Return names that the package itself defines or sets."""
     found = set()
     for node in (node for path in modules().values() for node in ast.walk(tree(path))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -205,7 +205,7 @@ def _own_names() -> frozenset[str]:
 
 @cache
 def _private_names_of(dotted: str) -> frozenset[str]:
-    """Private methods of a class and its bases, and what they set on ``self``."""
+    """Return private methods of a class and its bases, and the attributes that they set on ``self``."""
     module, _, name = dotted.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     found = {each for each in dir(kind) if is_private(each)}
@@ -216,7 +216,10 @@ def _private_names_of(dotted: str) -> frozenset[str]:
 
 
 def upstream_patches(path: Path) -> set[str]:
-    """Names that a module sets in other packages' modules and classes, or in ``sys.modules``; ``*`` is for several."""
+    """Return names that a module sets in other packages' modules and classes, or in ``sys.modules``.
+
+    ``*`` stands for several names.
+    """
     found, taken = set(), upstream_names(path).keys()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -235,12 +238,12 @@ def upstream_patches(path: Path) -> set[str]:
 
 @cache
 def reach() -> dict[str, set[str]]:
-    """For each module, the private names of other packages that it uses and the names of theirs that it sets."""
+    """Return, for each module, the private names of other packages that it uses, and the names that it sets there."""
     return {name: private_upstream_names(path) | upstream_patches(path) for name, path in modules().items()}
 
 
 def collectives(path: Path) -> list[str]:
-    """The functions of torch.distributed in which ranks exchange values that a module names."""
+    """Return the functions of torch.distributed that a module uses to exchange values between ranks."""
     exchange = re.compile(
         r"(?:\bdist|torch\.distributed)\."
         r"((?:all_|batch_|broadcast|gather|i?recv|i?send|monitored_|reduce|scatter|barrier)\w*|all_to_all\w*)"
@@ -250,12 +253,12 @@ def collectives(path: Path) -> list[str]:
 
 
 def calls(path: Path) -> list[str]:
-    """The functions that a module calls, as they are written."""
+    """Return the functions that a module calls, as written."""
     return [ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
 
 
 def code_lines(path: Path) -> int:
-    """Lines that are neither blank, nor a comment, nor part of a docstring."""
+    """Count lines that are neither blank, nor a comment, nor part of a docstring."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()
     begins = True

@@ -1,4 +1,4 @@
-"""Tiny packed training runs as they are configured, and one rank that takes the same samples one by one."""
+"""Configure tiny packed training runs, and train the same samples one by one on a single rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BALANCED = {"model__sequence_packing_scheduler": "dp_balanced"}
 
 
 def lengths_file(folder: Path) -> str:
-    """Long-tailed lengths, odd ones and the longest allowed among them."""
+    """Write long-tailed lengths, with odd ones and the longest allowed."""
     lengths = np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64, LONGEST, 23, 1, 12, 31], size=70)
     path = folder / "lengths.txt"
     path.write_text("\n".join(map(str, lengths)))
@@ -54,19 +54,19 @@ def train_dataset(config: RunConfig) -> Any:
 
 
 def check_transports(run: Run) -> None:
-    """Every layer's packs went over the transport that is configured: any other would compute the same."""
+    """Check that every layer's packs used the configured transport: any other computes the same."""
     kind = run.config.model.cp_comm_type
     for module in (module for chunk in run.model for module in chunk.modules()):
         if isinstance(module, ContextParallelAttention):
             used = {context.comm_type for context in module._contexts.values()}
-            # An all-to-all has a ring beside it where a group has too many ranks for the heads.
+            # Where a group has more ranks than heads, all-to-all is combined with a ring.
             assert kind in used and used <= {kind, "a2a+p2p" if kind == "a2a" else kind}, (kind, used)
 
 
 def packed_losses(
     lengths: str, overrides: dict[str, Any], environment: str = "cpu", steps: int | None = None
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
-    """Losses and groups by CP size of each step, and how many microbatches this rank had in them."""
+    """Return losses and groups by CP size of each step, and the number of microbatches of this rank."""
     config = packed_config(lengths, overrides)
     check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
@@ -88,7 +88,7 @@ def packed_losses(
 
 
 def pack(samples: Sequence[Sample], group: dist.ProcessGroup, device: torch.device | str = "cpu") -> PackedMicrobatch:
-    """This rank's part of a pack of these samples on ``group``."""
+    """Return this rank's shard of a pack of these samples on ``group``."""
     return lay_out(samples, group.rank(), group.size()).on(device, BlockGroups(group))
 
 
@@ -96,7 +96,7 @@ Packs = list[list[list[int]]]
 
 
 def packs_of(lengths: str, overrides: dict[str, Any]) -> Packs:
-    """The samples (numbers within the step) of each pack of each step, as these ranks would train them."""
+    """Return the samples (numbers within the step) of each pack of each step, as these ranks train them."""
     config = packed_config(lengths, overrides | {"model__dynamic_context_parallel_calibration_iters": 0})
     run, found = setup(config, build_tokenizer(config.tokenizer).vocab_size), []
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:
@@ -111,7 +111,7 @@ def packs_of(lengths: str, overrides: dict[str, Any]) -> Packs:
 
 
 def one_by_one(lengths: str, overrides: dict[str, Any], packs: Packs | None = None, steps: int | None = None) -> Losses:
-    """The same samples on one rank, each in a microbatch of its own, or in the given packs."""
+    """Train the same samples on one rank, one per microbatch, or in the given packs."""
     config = packed_config(lengths, BALANCED | overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     source, losses = train_dataset(config), []

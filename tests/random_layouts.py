@@ -1,4 +1,4 @@
-"""Random runs that the rules accept: every architecture, transport, recomputation and packing, on up to four ranks."""
+"""Generate random runs that the rules accept: architectures, transports, recomputation, packing, up to four ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LENGTHS = [24, 60, 100, 17, 250, 128, 31, 200, 77, 256]
 
 
 def random_layouts(seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """World sizes and settings that differ from :func:`tests.training_runs.tiny_config`'s, without end."""
+    """Yield world sizes and settings that differ from :func:`tests.training_runs.tiny_config`'s, endlessly."""
     draw = random.Random(seed)
     lengths = Path(tempfile.mkdtemp(prefix="lengths"), "lengths.txt")
     lengths.write_text("\n".join(map(str, _LENGTHS * 20)))

@@ -1,6 +1,6 @@
 """Fork the gloo ranks of one test from the warmed test process.
 
-Importing torch and megatron-core takes about ten seconds; forking a process that has already done it takes
+An import of torch and megatron-core takes about ten seconds. Forking a process that has imported them takes
 milliseconds. So a test calls :func:`run_ranks` with a plain function, and each rank starts warm.
 """
 
@@ -22,22 +22,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # imported here so that no forked rank pays for it
+import torch._dynamo  # imported here so that no forked rank has to
 import torch.distributed as dist
 
-# On a GPU each rank starts CUDA and compiles what megatron-core and Transformer Engine fuse, many at a time.
+# On a GPU each rank starts CUDA and compiles the fused functions of megatron-core and Transformer Engine.
 _TIMEOUT = 240.0 if torch.cuda.is_available() else 120.0
 FAILED = "failed"
 """The file in the folder of a test's ranks that says that one of them has failed."""
 
 
 class RanksFailed(AssertionError):
-    """At least one forked rank raised, died or ran out of time; the message holds every rank's report."""
+    """At least one forked rank raised, exited or timed out; the message contains the report of every rank."""
 
 
 def free_port() -> int:
-    """For ranks that are to meet: none of those that the system gives to connections, of which any may be gone before
-    a rank listens (from 32768 on; other tests run meanwhile)."""
+    """Return a free port for a rendezvous, below the range of ephemeral ports (from 32768).
+
+    The system may give an ephemeral port to a connection of another test before a rank listens on it.
+    """
     while True:
         port = random.SystemRandom().randrange(20000, 32768)
         with socket.socket() as probe:
@@ -73,16 +75,19 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, 
         pickle.dump(payload, file)
     os.rename(os.path.join(folder, f"rank{rank}.tmp"), os.path.join(folder, f"rank{rank}"))
     if code == 0 and not on_its_own:
-        _wait_for_the_others(folder, world_size, timeout)
+        _wait_for_other_ranks(folder, world_size, timeout)
     if code == 0 and dist.is_initialized():
         # Leaving gloo's threads alive aborts about one exit in five.
         dist.destroy_process_group()
     return code
 
 
-def _wait_for_the_others(folder: str, world_size: int, timeout: float) -> None:
-    """Until every rank has reported, or one failed: a rank that leaves closes its connections, and another that still
-    builds a group with it would fail (gloo: "Connection closed by peer")."""
+def _wait_for_other_ranks(folder: str, world_size: int, timeout: float) -> None:
+    """Wait until every rank has reported, or one failed.
+
+    A rank that exits closes its connections. Another rank that still builds a group with it would fail (gloo:
+    "Connection closed by peer").
+    """
     reports = [os.path.join(folder, f"rank{rank}") for rank in range(world_size)] if world_size > 1 else []
     failed, deadline = os.path.join(folder, FAILED), time.monotonic() + timeout
     while not all(map(os.path.exists, reports)) and not os.path.exists(failed) and time.monotonic() < deadline:
@@ -94,10 +99,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
 
-    The default process group is initialized (unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set,
-    for tests that start torch.distributed themselves and whose ranks leave when they like). Results must be picklable.
-    Raises :class:`RanksFailed` with the tracebacks of all failing ranks; ranks that still run ``timeout`` seconds after
-    the start, or ``grace`` seconds after one failed, are killed.
+    The default process group is initialized, unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set: for
+    tests that start torch.distributed themselves, and whose ranks exit at any time. Results must be picklable.
+
+    Raises :class:`RanksFailed` with the tracebacks of all failed ranks. Ranks that still run ``timeout`` seconds after
+    the start, or ``grace`` seconds after a failure, are killed.
     """
     if torch.cuda.is_initialized() or _autograd_runs_for_a_gpu():
         raise RuntimeError(
@@ -108,8 +114,8 @@ def run_ranks(
         pids: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
-        # A rank collects only what it made. Objects of the parent, such as a store of torch, crash when destroyed in a
-        # fork, and handlers of other packages run right after it.
+        # A rank collects only objects that it made. Objects of the parent, such as a store of torch, crash when
+        # destroyed in a fork, and handlers of other packages run right after it.
         gc.freeze()
         for rank in range(world_size):
             pid = os.fork()
@@ -121,7 +127,7 @@ def run_ranks(
                     try:
                         sys.stdout.flush()
                         sys.stderr.flush()
-                    finally:  # also where a test closed them: a rank that goes on is a second pytest
+                    finally:  # also where a test closed them: a rank that continues would be a second pytest
                         os._exit(code)
             pids[pid] = rank
         gc.unfreeze()
@@ -145,7 +151,7 @@ def run_ranks(
 
 
 def _autograd_runs_for_a_gpu() -> bool:
-    """Whether this process has threads of autograd's for a GPU; torch does not tell."""
+    """Return whether this process has autograd threads for a GPU; torch has no function for it."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # a thread that has ended
             if name.read_text().startswith("pt_autograd"):
@@ -154,7 +160,7 @@ def _autograd_runs_for_a_gpu() -> bool:
 
 
 def _stacks(folder: str, rank: int) -> str:
-    """Where a rank that ran out of time was."""
+    """Return the stack of a rank that timed out."""
     path = os.path.join(folder, f"stacks{rank}")
     if not os.path.exists(path):
         return ""
@@ -164,7 +170,7 @@ def _stacks(folder: str, rank: int) -> str:
 
 
 def _wait(pids: dict[int, int], folder: str, deadline: float, grace: float) -> dict[int, str]:
-    """Wait for all children; after a failure or the deadline, the others get a moment and are then killed."""
+    """Wait for all children. After a failure or the deadline, kill the others after a grace period."""
     alive, statuses = dict(pids), {}
     while alive:
         for pid in list(alive):
@@ -175,7 +181,7 @@ def _wait(pids: dict[int, int], folder: str, deadline: float, grace: float) -> d
                 statuses[rank] = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
                 if code != 0:
                     Path(folder, FAILED).touch()
-                    # A dead peer makes the rest fail or hang in a collective: give them a moment to report.
+                    # If one rank has failed, the others fail or hang in a collective: give them time to report.
                     deadline = min(deadline, time.monotonic() + grace)
         if alive and time.monotonic() > deadline:
             for pid, rank in alive.items():

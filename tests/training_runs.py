@@ -1,11 +1,11 @@
-"""A tiny training run inside forked ranks, for tests that compare layouts."""
+"""Run tiny training runs on forked ranks, for tests that compare layouts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import megatron.core.models.mimo  # noqa: F401 - no rank imports it for itself, as megatron-core's optimizer would
+import megatron.core.models.mimo  # noqa: F401 - imported once; megatron-core's optimizer would in each rank
 import torch
 
 from megatron_cp.config.run_config import RunConfig
@@ -17,11 +17,11 @@ from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 
-VOCAB = 255  # not a multiple of anything: the padded rows must not matter
+VOCAB = 255  # no round number: the padded rows must not matter
 
 
 def tiny_config(**overrides: Any) -> RunConfig:
-    """A finalized float32 configuration; ``overrides`` are dotted names with ``__`` for the dot."""
+    """Return a finalized float32 configuration; ``overrides`` are dotted names with ``__`` for the dot."""
     config = RunConfig()
     defaults = {
         "model__num_layers": 4,
@@ -31,7 +31,7 @@ def tiny_config(**overrides: Any) -> RunConfig:
         "model__num_query_groups": 4,
         # Large enough that every part of the model matters for the loss: errors in RoPE hide below std 0.02.
         "model__init_method_std": 0.15,
-        "model__use_cpu_initialization": True,  # on a GPU, too: layouts are compared from the same weights
+        "model__use_cpu_initialization": True,  # also on a GPU, so that compared layouts start with the same weights
         "dataset__kind": "mock",
         "dataset__seq_length": 32,
         "dataset__mock_masked_fraction": 0.4,
@@ -54,7 +54,7 @@ def tiny_config(**overrides: Any) -> RunConfig:
 
 
 def start(config: RunConfig) -> tuple[Run, Steps]:
-    """A ready run and its global batches from the beginning."""
+    """Set up a run; return it with its global batches from the beginning."""
     tokenizer = build_tokenizer(config.tokenizer)
     train, _, _ = build_datasets(config.dataset, tokenizer, config.train.train_iters * config.train.global_batch_size)
     run = setup(config, tokenizer.vocab_size)
@@ -68,7 +68,7 @@ def save_checkpoint(run: Run, root: str | Path, data_state: dict[str, Any]) -> N
     saver.finish()
 
 
-Losses = list[tuple[float, ...]]  # loss, gradient norm, and those of routers that are asked for, of each step
+Losses = list[tuple[float, ...]]  # of each step: loss, gradient norm, requested router losses
 
 
 def losses_of(result: StepResult) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def losses_of(result: StepResult) -> tuple[float, ...]:
 
 
 def train_losses(overrides: dict[str, Any], steps: int) -> Losses:
-    """Of each of ``steps`` optimizer steps; what every rank of a layout returns."""
+    """Return the losses of ``steps`` optimizer steps; equal on all ranks of a layout."""
     run, batches = start(tiny_config(**overrides))
     results = [train_step(run, next(batches).microbatches) for _ in range(steps)]
     run.close()
@@ -84,7 +84,7 @@ def train_losses(overrides: dict[str, Any], steps: int) -> Losses:
 
 
 def worst_difference(a: Losses, b: Losses) -> tuple[float, ...]:
-    """Largest relative difference of losses, of gradient norms and of each of the routers' losses."""
+    """Return the largest relative difference of losses, gradient norms and router losses."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((x - y).abs() / y.abs()).max(dim=0).values
     return tuple(worst.tolist())

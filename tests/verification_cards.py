@@ -36,7 +36,7 @@ _MODULE = "tests.verification_cards"
 
 
 def read(recipe: str) -> dict[str, Any]:
-    """Read a recipe's card; a new one has the checks that every recipe has."""
+    """Read a recipe's card; a new card has the checks that every recipe has."""
     path = CARDS / f"{recipe}.yaml"
     if path.exists():
         card: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit that is measured; its code must be unchanged."""
+    """Return the measured commit; its code must be unchanged."""
     git = ["git", "-C", str(ROOT)]
     code = ["megatron_cp", "recipes", "configs"]
     changed = subprocess.check_output([*git, "status", "--porcelain", "--", *code], text=True)
@@ -114,7 +114,7 @@ alone, so another machine finds other digits. `verify` judges them by its own to
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     cards = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(CARDS.glob("*.yaml"))}
     head = ["recipe", "ranks", "parameters", "compared with one rank", "differences", "trained", "not run", "date"]
     return "\n".join([_HEAD, *table(head, (_cells(*each) for each in cards.items())), ""])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_aside(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]]:
+def atomic_write(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]]:
     """Yield a temporary path beside each path, and rename them at the end.
 
     If the body raises, ``paths`` stay unchanged and the temporary files are deleted.
@@ -23,13 +23,13 @@ def written_aside(*paths: Path, only_writer: bool = False) -> Iterator[list[Path
         OSError: renaming failed: a folder that is not empty is not replaced.
     """
     mark = "" if only_writer else f"-{uuid.uuid4().hex[:8]}"  # process ids may repeat on another node
-    aside = [path.with_name(f".{path.name}.partial{mark}") for path in paths]
+    partial = [path.with_name(f".{path.name}.partial{mark}") for path in paths]
     try:
-        yield aside
-        for new, path in zip(aside, paths, strict=True):
+        yield partial
+        for new, path in zip(partial, paths, strict=True):
             os.replace(new, path)
     finally:
-        for each in aside:
+        for each in partial:
             shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
 
 
@@ -42,10 +42,10 @@ def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> N
     Raises:
         OSError: writing failed; the file is unchanged.
     """
-    with written_aside(path, only_writer=True) as (aside,):
-        aside.write_text(text, encoding="utf-8")
+    with atomic_write(path, only_writer=True) as (partial,):
+        partial.write_text(text, encoding="utf-8")
         if survives_power_loss:
-            to_disk(aside)
+            to_disk(partial)
     if survives_power_loss:
         to_disk(path.parent)
 

@@ -44,7 +44,7 @@ def format_violations(violations: Sequence[Violation]) -> str:
     return "\n".join(str(v) for v in sorted(violations, key=lambda v: v.severity != "error"))
 
 
-def shown(texts: Sequence[str], between: str, most: int = 8) -> str:
+def join_limited(texts: Sequence[str], between: str, most: int = 8) -> str:
     """Join the first ``most`` texts, and state how many more there are."""
     left = len(texts) - most
     return between.join(texts[:most]) + (f"{between if between.isspace() else ' '}and {left} more" if left > 0 else "")
@@ -58,11 +58,11 @@ def ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks as ``rank 3`` or ``ranks 0-2, 5``."""
     # rank - index is constant within a run of consecutive ranks.
     rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda each: each[1] - each[0])]
-    text = shown([str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows], ", ", most=16)
+    text = join_limited([str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows], ", ", most=16)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 

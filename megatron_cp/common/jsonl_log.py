@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.atomic_files import written_aside
+from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.input_files import file_or_pipe, parse_json, read_bytes
 
 METRICS = "metrics.jsonl"
@@ -62,7 +62,7 @@ def keep_lines_until(path: Path, iteration: int) -> None:
     if not mixed:
         os.truncate(path, end)
         return
-    with written_aside(path, only_writer=True) as (aside,), aside.open("wb") as file:
+    with atomic_write(path, only_writer=True) as (partial,), partial.open("wb") as file:
         file.writelines(line for number, line in numbered_lines(path) if number <= iteration)
 
 

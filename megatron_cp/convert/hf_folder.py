@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_cp.common import input_files
-from megatron_cp.common.atomic_files import written_aside
+from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.sizes import check_sizes
@@ -203,7 +203,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         RuntimeFault: the folder could not be written.
     """
     try:
-        with written_aside(folder) as (partial,):  # check_absent ensures that an existing folder is empty
+        with atomic_write(folder) as (partial,):  # check_absent ensures that an existing folder is empty
             partial.mkdir(parents=True)
             yield partial
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp.common.errors import ConfigError, DataError, shown
+from megatron_cp.common.errors import ConfigError, DataError, join_limited
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import from_settings
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
@@ -115,7 +115,7 @@ def _check_fits(whole: WholeModel, published: PublishedWeights, names: WeightNam
     ]
     if problems:
         raise ConfigError(
-            f"config.json: does not match the weights: {shown(problems, '; ')}. Fix: download the model again"
+            f"config.json: does not match the weights: {join_limited(problems, '; ')}. Fix: download the model again"
         )
 
 

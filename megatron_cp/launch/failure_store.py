@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_cp.common.errors import shown, shown_ranks
+from megatron_cp.common.errors import format_ranks, join_limited
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -106,10 +106,10 @@ def reason(present: Mapping[int, str], failed: Mapping[int, str], missing: Seque
     If no rank failed or is missing, describe what each rank was doing.
     """
     reasons = [f"rank {rank} had failed: {why}" for rank, why in sorted(failed.items())]
-    parts = [shown(reasons, "; ")] if reasons else []
+    parts = [join_limited(reasons, "; ")] if reasons else []
     if missing:
         parts.append(
-            f"{shown_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer (killed, crashed or frozen)"
+            f"{format_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer (killed, crashed or frozen)"
         )
     if parts:
         return "; ".join(parts)
@@ -117,6 +117,5 @@ def reason(present: Mapping[int, str], failed: Mapping[int, str], missing: Seque
     for rank, what in sorted(present.items()):
         by_doing.setdefault(what, []).append(rank)
     fewest_first = sorted(by_doing.items(), key=lambda item: (len(item[1]), item[1]))
-    return (
-        f"every rank still answers ({shown([f'{shown_ranks(ranks)}: {what}' for what, ranks in fewest_first], '; ')})"
-    )
+    groups = [f"{format_ranks(ranks)}: {what}" for what, ranks in fewest_first]
+    return f"every rank still answers ({join_limited(groups, '; ')})"

@@ -28,9 +28,9 @@ from megatron_cp.common.errors import (
     ConfigError,
     DataError,
     RuntimeFault,
+    format_ranks,
+    join_limited,
     ranks_by_value,
-    shown,
-    shown_ranks,
 )
 from megatron_cp.launch import launcher
 from megatron_cp.launch.sockets import environment_store
@@ -130,7 +130,7 @@ def _missing(store: dist.Store, ranks: Sequence[str], timeout: timedelta) -> Run
     """Build the fault that names the ranks whose keys are missing."""
     missing = [rank for rank, key in enumerate(ranks) if not store.check([key])] or [0]  # rank 0 writes the answer
     return RuntimeFault(
-        f"{shown_ranks(missing)} did not reach the rendezvous within {timeout.total_seconds() / 60:g} minutes. "
+        f"{format_ranks(missing)} did not reach the rendezvous within {timeout.total_seconds() / 60:g} minutes. "
         "Fix: read the logs of these ranks and of their launchers, or raise dist.distributed_timeout_minutes",
         on_all_ranks=0 not in missing,
     )
@@ -145,7 +145,7 @@ def _difference(entries: Sequence[str]) -> str:
     parts = []
     for backend, ranks in found.items():
         where = dict.fromkeys(hosts[rank] for rank in ranks)
-        parts.append(f"{backend} on {shown_ranks(ranks)} ({shown(list(where), ', ')})")
+        parts.append(f"{backend} on {format_ranks(ranks)} ({join_limited(list(where), ', ')})")
     return (
         f"ranks use different communication backends; training not started: {'; '.join(parts)}. Fix: the same "
         "dist.distributed_backend on every node, and a GPU that PyTorch can use on every node or on none: check with "

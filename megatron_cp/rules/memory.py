@@ -25,10 +25,10 @@ def memory_line(case: Case) -> str | None:
     None without an estimate.
     """
     peak = estimated(case)
-    return None if peak is None else shown(peak, case.environment.gpu_memory_gib, case.environment.device)
+    return None if peak is None else format_peak(peak, case.environment.gpu_memory_gib, case.environment.device)
 
 
-def shown(peak: MemoryEstimate, memory: float | None, device: str = "gpu") -> str:
+def format_peak(peak: MemoryEstimate, memory: float | None, device: str = "gpu") -> str:
     """Return an estimate in a line; ``memory`` is what a GPU has, in GiB."""
     kinds = by_group(peak)
     largest = max(kinds, key=kinds.__getitem__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_cp.common.errors import DataError, RuntimeFault, shown
+from megatron_cp.common.errors import DataError, RuntimeFault, join_limited
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import mask_problems
 from megatron_cp.parallel.collectives import gather_objects, gather_problems, max_of_messages
@@ -152,5 +152,5 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
 def _raise_if_any(run: Run, texts: Sequence[str], of_data: bool = False) -> None:
     """Raise RuntimeFault on every rank if there are ``texts``."""
     if texts:
-        message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{shown(texts, '\n')}"
+        message = f"the batches of step {run.progress.iteration + 1} cannot be used.\n{join_limited(texts, '\n')}"
         raise RuntimeFault(message, on_all_ranks=True, of_data=of_data)

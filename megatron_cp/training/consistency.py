@@ -18,9 +18,9 @@ from megatron_cp.common.errors import (
     RuntimeFault,
     Violation,
     first_line,
+    format_ranks,
     format_violations,
     ranks_by_value,
-    shown_ranks,
 )
 from megatron_cp.common.interpolation import FromEnvironment
 from megatron_cp.config.names import NAME
@@ -112,7 +112,7 @@ def differences(fingerprints: Sequence[Mapping[str, str]]) -> list[Violation]:
 
 def _ranks_per_value(values: Sequence[str]) -> str:
     """Return each distinct value of ``values[rank]`` with its ranks."""
-    return "; ".join(f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
+    return "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
 
 
 def _flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -5,6 +5,6 @@ import sys
 
 from megatron_cp.__main__ import main
 
-# The guard matters: the processes that tokenize import this file.
+# Without the guard, processes that tokenize would start this command again when they import the file.
 if __name__ == "__main__":
     sys.exit(main(["preprocess", *sys.argv[1:]]))

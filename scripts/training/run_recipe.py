@@ -5,6 +5,6 @@ import sys
 
 from megatron_cp.__main__ import main
 
-# The guard matters: saving a checkpoint starts helper processes that import this file.
+# Without the guard, helper processes that save checkpoints would start this command again on import.
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,7 +1,7 @@
-"""A transport that the package does not know, whole in this file: weights travel to the values.
+"""Transport unknown to the package, whole in this file: attention weights travel to the values.
 
-Keys are gathered. Each rank computes the weights of its queries on all keys and sends to every rank those on this
-rank's keys; that rank multiplies them with its values, which never leave it, and sends the parts of the output back.
+Keys are gathered. Each rank computes the weights of its queries on all keys and sends every rank the weights on that
+rank's keys. That rank multiplies them with its values, which it never sends, and returns partial outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS_ONLY = Transport(
 def keys_only_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
-    """Attention of this rank's queries over all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    """Attend from this rank's queries to all ranks' keys and values, [s_local, b, h, d]; differentiable."""
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     keys = _Swap.apply(key.expand(peers.size, *key.shape), peers.group)
     allowed = _allowed(call, peers)[:, None, None]
@@ -39,7 +39,7 @@ def keys_only_attention(
 
 
 def _allowed(call: AttentionCall, peers: Peers) -> Tensor:
-    """[ranks, own queries, their keys]: who sees whom."""
+    """Return the mask [ranks, own queries, their keys]."""
     sequences, positions = torch.full((2, peers.size, call.layout.rows), -1)
     for rank in range(peers.size):
         for span in call.layout.spans(rank):
@@ -53,7 +53,7 @@ def _allowed(call: AttentionCall, peers: Peers) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
-    """[ranks, ...]: from what this rank has for each rank to what each rank has for it."""
+    """Exchange [ranks, ...]: send each rank its slice, receive each rank's slice for this rank."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:

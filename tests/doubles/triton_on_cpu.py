@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: Triton's interpreter runs them, one block after the other, in NumPy."""
+"""Run Triton's kernels without a GPU: Triton's interpreter runs one block after the other in NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def interpret() -> None:
-    """Have kernels interpreted, on tensors in host memory. Before anything imports Triton."""
+    """Make Triton interpret kernels, on tensors in host memory. Call it before anything imports Triton."""
     if "triton" in sys.modules:
         raise RuntimeError("Triton was imported already, and compiles its kernels")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +22,7 @@ def interpret() -> None:
 
 
 def _numbers_as_indices(interpreter: Any) -> None:
-    """A kernel's numbers are arrays of one element there, which NumPy from 2.5 on does not take for an index."""
+    """Convert a kernel's numbers, arrays of one element, to indices: NumPy from 2.5 on rejects them."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -33,7 +33,7 @@ def _numbers_as_indices(interpreter: Any) -> None:
 
 
 def _bfloat16(interpreter: Any) -> None:
-    """NumPy has no bfloat16. The interpreter keeps the bits as integers, and would compute with these."""
+    """Compute in bfloat16: NumPy has no bfloat16, and the interpreter would compute with its bits as integers."""
     tl, builder, handle = interpreter.tl, interpreter.InterpreterBuilder, interpreter.TensorHandle
     cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
 

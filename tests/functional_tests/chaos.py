@@ -1,11 +1,11 @@
-"""Kill, freeze and signal real launched runs at random moments; each must end, and go on to bit-identical losses.
+"""Kill, freeze and signal real launched runs at random moments; each must end and resume to bit-identical losses.
 
     python -m tests.functional_tests.chaos --count 200 --seed 1 [--keep FOLDER]
 
 A tiny model trains under each launcher in turn: ``megatron_cp.torchrun`` and ``torchrun`` with two ranks, and
-``megatron-cp train`` with one. It saves every tenth iteration, in turns at once and in the background. Each restart is
-both the recovery from the last strike and the victim of the next. A run that reaches its end is compared with an
-undisturbed run, and a new one begins. Exit code 1 if anything failed.
+``megatron-cp train`` with one. It saves every tenth iteration, alternately in the foreground and in the background.
+Each restart tests the recovery from the previous strike, and is the target of the next. A finished run is compared with
+an uninterrupted run, and a new one begins. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOMENTS = ("start-up", "training", "saving")
 
 @dataclass
 class Strike:
-    """What is done to a run, and what went wrong after it."""
+    """One strike at a run, and the problems after it."""
 
     action: str
     target: str
@@ -50,16 +50,16 @@ class Strike:
 
 @dataclass
 class Chain:
-    """Lives in one run folder after the other, with one number of ranks."""
+    """Consecutive launches in one run folder after the other, with one number of ranks."""
 
     home: Path
     ranks: int
     data: tuple[str, ...]
     reference: list[float] = field(default_factory=list)
-    unproven: list[Strike] = field(default_factory=list)  # whose recovery no life has shown yet
+    unproven: list[Strike] = field(default_factory=list)  # strikes whose recovery is not yet tested
     lives: int = 0
     folders: int = 1
-    seconds_to_train: float = 8.0  # from the start of the last life that came so far
+    seconds_to_train: float = 8.0  # from the start of the last launch that got this far
 
     @property
     def folder(self) -> Path:
@@ -71,16 +71,16 @@ class Chain:
         log = self.home / f"{self.folder.name}-life{self.lives:04}.log"
         return Life(launcher, self.folder, log, *self.data, asynchronous)
 
-    def run_undisturbed(self) -> None:
+    def run_uninterrupted(self) -> None:
         launcher = LAUNCHERS[0] if self.ranks == 2 else LAUNCHERS[2]
-        folder = self.home / f"undisturbed{self.ranks}"
+        folder = self.home / f"uninterrupted{self.ranks}"
         life = Life(launcher, folder, folder.with_suffix(".log"), *self.data, "checkpoint.save_interval=null")
         life.wait_for_the_end(600)
-        assert life.code == 0, f"the undisturbed run failed: {life}\n{life.text[-3000:]}"
+        assert life.code == 0, f"the uninterrupted run failed: {life}\n{life.text[-3000:]}"
         self.reference = losses_of(folder)
 
-    def has_ended(self, life: Life, problems: list[str], strike: Strike | None, tell: Callable[[str], None]) -> bool:
-        """Judge an ended life, and begin a new folder where this one has come to its end or to grief."""
+    def has_ended(self, life: Life, problems: list[str], strike: Strike | None, log: Callable[[str], None]) -> bool:
+        """Judge an ended launch, and begin a new folder if this one is complete or broken."""
         problems = problems + life.problems_of_the_end(self.reference)
         came_to_train = life.trains or life.code == 0
         if strike is None and life.code != 0:
@@ -88,7 +88,7 @@ class Chain:
         if problems:
             blamed = strike or (self.unproven[-1] if self.unproven else Strike("nothing", "", "", life.launcher))
             blamed.problems += [f"{'; '.join(problems)}\n    folder {life.folder}\n    {life}"]
-            tell(f"  FAILED: {'; '.join(problems)}")
+            log(f"  FAILED: {'; '.join(problems)}")
         if came_to_train or problems:
             self.unproven = []
         if life.code == 0 or problems:
@@ -97,7 +97,7 @@ class Chain:
 
 
 def deck(draw: random.Random) -> Iterator[tuple[str, str, str]]:
-    """All kinds of strikes in random order, again and again."""
+    """Yield all kinds of strikes in random order, endlessly."""
     while True:
         kinds = list(itertools.product(ACTIONS, TARGETS, MOMENTS))
         draw.shuffle(kinds)
@@ -105,7 +105,7 @@ def deck(draw: random.Random) -> Iterator[tuple[str, str, str]]:
 
 
 def strike_down(life: Life, strike: Strike, chain: Chain, draw: random.Random) -> bool:
-    """Wait for the moment and strike; returns False where the life ended before."""
+    """Wait for the moment and strike; return False if the launch ended before."""
     if strike.moment == "start-up":
         pause = draw.uniform(0.1, chain.seconds_to_train)
         life.wait_until(lambda: life.trains, pause)
@@ -130,20 +130,20 @@ def strike_down(life: Life, strike: Strike, chain: Chain, draw: random.Random) -
     return True
 
 
-def goes_on(life: Life) -> bool:
-    """Whether a run writes the numbers of another iteration; False where it ends instead."""
+def continues(life: Life) -> bool:
+    """Return whether a run writes the numbers of another iteration; False if it ends instead."""
     now = time.time_ns()
     return life.wait_until(lambda: life.has_trained_since(now))
 
 
-def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print) -> list[Strike]:
-    """Strike ``count`` times; returns all strikes, with what went wrong."""
+def chaos(count: int, seed: int, home: Path, log: Callable[[str], None] = print) -> list[Strike]:
+    """Strike ``count`` times; return all strikes with their problems."""
     draw = random.Random(seed)
     kinds, launchers = deck(draw), itertools.cycle(LAUNCHERS)
     data = (f"dataset.data_path={paragraphs(home)}",)
     chains = {ranks: Chain(home, ranks, data) for ranks in (1, 2)}
     for chain in chains.values():
-        chain.run_undisturbed()
+        chain.run_uninterrupted()
     strikes: list[Strike] = []
     life: Life | None = None
     try:
@@ -163,8 +163,8 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
             if struck:
                 strikes.append(strike)
                 chain.unproven.append(strike)
-                if action == THAW and goes_on(life):
-                    tell(f"{len(strikes)}: {', '.join(strike.kind)}: goes on")
+                if action == THAW and continues(life):
+                    log(f"{len(strikes)}: {', '.join(strike.kind)}: continues")
                     continue
             left = life.wait_for_the_end(ENDS_WITHIN if struck else ENDS_WITHIN + 60)
             problems = [f"{len(left)} processes left: {', '.join(left)}"] if left else []
@@ -172,14 +172,14 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
                 problems.append(f"exit code {life.code} after it was frozen for a moment")
             if struck:
                 strike.seconds = time.monotonic() - struck_at
-                tell(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code} after {strike.seconds:.1f} s")
-            chain.has_ended(life, problems, strike if struck else None, tell)
+                log(f"{len(strikes)}: {', '.join(strike.kind)}: exit code {life.code} after {strike.seconds:.1f} s")
+            chain.has_ended(life, problems, strike if struck else None, log)
             life = None
         for chain in chains.values():  # the last recoveries
             if chain.unproven:
                 life = chain.start(LAUNCHERS[0] if chain.ranks == 2 else LAUNCHERS[2])
                 left = life.wait_for_the_end(600)
-                chain.has_ended(life, [f"still ran after 600 s: {left}"] if left else [], None, tell)
+                chain.has_ended(life, [f"still ran after 600 s: {left}"] if left else [], None, log)
     finally:
         if life is not None:
             life.kill()
@@ -187,7 +187,7 @@ def chaos(count: int, seed: int, home: Path, tell: Callable[[str], None] = print
 
 
 def table(strikes: list[Strike]) -> str:
-    """Tried and held by kind, and each failure."""
+    """List strikes and recoveries by kind, and each failure."""
     by_kind: dict[tuple[str, ...], list[Strike]] = defaultdict(list)
     for strike in strikes:
         by_kind[strike.kind].append(strike)
@@ -210,16 +210,16 @@ def _counts(strikes: list[Strike]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="strikes (200)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random kinds and moments (1)")
+    parser.add_argument("--count", type=int, default=200, help="number of strikes (200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random kinds and moments (1)")
     parser.add_argument(
         "--keep",
         type=Path,
         metavar="FOLDER",
-        help="keep run folders and output there, also if all held",
+        help="keep run folders and output there, also without failures",
     )
     options = parser.parse_args(argv)
-    # Started in the background or under nohup, this process would hand "ignore this signal" on to the runs.
+    # In the background or under nohup this process ignores signals, and the runs would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     home = Path(options.keep or tempfile.mkdtemp(prefix="chaos-")).absolute()

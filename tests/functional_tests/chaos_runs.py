@@ -1,4 +1,4 @@
-"""Real launched runs for ``chaos``: how they start, which processes they have, and whether they ended cleanly."""
+"""Launch runs for ``chaos``: start them, find their processes, check that they ended cleanly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks_of(launcher: str) -> int:
 
 
 def command(launcher: str, *settings: str) -> list[str]:
-    """The command that trains the tiny model under a launcher."""
+    """Return the command that trains the tiny model under a launcher."""
     ranks = ranks_of(launcher)
     module = {LAUNCHERS[0]: "megatron_cp.torchrun", LAUNCHERS[1]: "torch.distributed.run"}.get(launcher)
     program = [sys.executable, "-m", "megatron_cp", "train"]
@@ -60,7 +60,7 @@ class Life:
         self.started, self._started_ns = time.monotonic(), time.time_ns()
         environment = os.environ | {"OMP_NUM_THREADS": "1", _MARK: self._mark}
         with log.open("w") as file:
-            # A session of its own: signals to its group do not reach this process.
+            # Own session: signals to its process group do not reach this process.
             self._launched = subprocess.Popen(
                 self.arguments, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
             )
@@ -71,27 +71,27 @@ class Life:
 
     @property
     def code(self) -> int | None:
-        """The launcher's exit code; None while it runs."""
+        """Return the launcher's exit code; None while it runs."""
         return self._launched.poll()
 
     @property
     def trains(self) -> bool:
-        """Whether this life has written the numbers of an iteration."""
+        """Return whether this launch has written the numbers of an iteration."""
         return self.has_trained_since(self._started_ns)
 
     def has_trained_since(self, nanoseconds: int) -> bool:
-        """Whether the numbers of an iteration were written after ``time.time_ns()`` was that."""
+        """Return whether the numbers of an iteration were written after this ``time.time_ns()``."""
         with suppress(FileNotFoundError):
             return (self.folder / "metrics.jsonl").stat().st_mtime_ns > nanoseconds
         return False
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is being written at this moment."""
+        """Return whether a checkpoint is being written now."""
         return any(self.folder.glob(".iter_*"))
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = STARTS_WITHIN) -> bool:
-        """Wait; returns False where the launcher ended or the time is up before it holds."""
+        """Wait for a condition; return False if the launcher ends or the time is up before."""
         deadline = time.monotonic() + seconds
         while not holds():
             if self.code is not None or time.monotonic() > deadline:
@@ -100,12 +100,12 @@ class Life:
         return True
 
     def processes(self) -> list[psutil.Process]:
-        """All that run, also those whose launcher is gone."""
+        """Return all running processes, also those whose launcher has exited."""
         self._launched.poll()  # a launcher that has ended is no process
         return [each for each in psutil.process_iter() if _is_marked(each, self._mark)]
 
     def targets(self, target: str) -> list[psutil.Process]:
-        """The processes called "all", "launcher" or "rank" (all ranks: which one is drawn by the caller)."""
+        """Return the processes called "all", "launcher" or "rank" (all ranks: the caller draws one)."""
         running = self.processes()
         if target == "all":
             return running
@@ -115,7 +115,7 @@ class Life:
         return (ranks or launcher) if target == "rank" else launcher
 
     def wait_for_the_end(self, seconds: float = ENDS_WITHIN) -> list[str]:
-        """Wait until no process is left; kills and names those that are left after ``seconds``."""
+        """Wait until all processes have ended; kill and name those left after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -130,7 +130,7 @@ class Life:
         self._launched.wait()
 
     def problems_of_the_end(self, reference: list[float]) -> list[str]:
-        """What is wrong with what the ended run left: its output, its losses, its checkpoints."""
+        """List problems of an ended run: in its output, its losses, its checkpoints."""
         text, problems = self.text, []
         problems += [f"traceback: {error}" for error in tracebacks(text, self.launcher)]
         if "another run writes" in text:
@@ -145,7 +145,7 @@ class Life:
             return [*problems, f"metrics.jsonl: {error}"]
         if losses != reference[: len(losses)]:
             first = next(i for i, (a, b) in enumerate(zip(losses, reference, strict=False), 1) if a != b)
-            problems.append(f"the loss of iteration {first} differs from the undisturbed run's")
+            problems.append(f"the loss of iteration {first} differs from the uninterrupted run's")
         latest = latest_iteration(self.folder) or 0
         if latest < self.resumes_at:
             problems.append(f"the newest checkpoint is {latest}, and was {self.resumes_at}")
@@ -166,7 +166,7 @@ def send(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def tracebacks(text: str, launcher: str) -> list[str]:
-    """The last line of each traceback, but for those that plain torchrun always ends with when a rank fails."""
+    """Return the last line of each traceback, except those that plain torchrun prints when a rank fails."""
     found = []
     for block in text.split("Traceback (most recent call last):")[1:]:
         frames, last = [], "cut off"
@@ -186,7 +186,7 @@ def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
         return f"{_MARK}={mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
     except OSError:
-        return False  # it has ended, also where nobody has waited for it yet
+        return False  # a zombie has ended too
 
 
 def _parent(process: psutil.Process) -> int:

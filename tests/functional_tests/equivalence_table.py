@@ -1,9 +1,8 @@
-"""Print how far each layout's training is from one rank's, as a Markdown table.
+"""Print the difference of each layout's training from one rank's, as a Markdown table.
 
     python -m tests.functional_tests.equivalence_table
 
-The same layouts as in ``tests/unit_tests/training/layouts/test_equivalence.py``, and the 20 iterations of
-its slow part.
+Uses the layouts of ``tests/unit_tests/training/layouts/test_equivalence.py``, and the 20 iterations of its slow part.
 """
 
 import time

@@ -1,8 +1,8 @@
-"""Mutated inputs: every command ends with 0, 1 or 2, soon, in little memory, without a traceback or files elsewhere.
+"""Fuzz inputs: every command exits with 0, 1 or 2, quickly, in little memory, without a traceback or stray files.
 
-``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` makes a small valid input of each kind once. Each
-case changes one or two files (or arguments) and runs the command that reads them in a process forked from this one. A
-case depends on the seed and its number alone. A failure prints the command that repeats it, and keeps its folder.
+``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` creates a small valid input of each kind once.
+Each case changes one or two files (or arguments) and runs the command that reads them in a process forked from this
+one. A case depends only on the seed and its number. A failure prints the command that repeats it, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that did not end as it has to."""
+    """Case that did not end as required."""
 
     number: int
     kind: str
@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What came of the cases of each kind: exit codes (None for failures)."""
+    """Results of the cases of each kind: exit codes (None for failures)."""
 
     counts: Counter[tuple[str, int | None]]
     failures: list[Failure]
@@ -72,11 +72,11 @@ def fuzz(
     only: int | None = None,
     valid: bool = False,
     limits: Limits = _LIMITS,
-    told: Callable[[Failure], None] = lambda failure: None,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> Tally:
-    """Try ``count`` cases, or the one numbered ``only``; those that fail are kept in ``folder``.
+    """Run ``count`` cases, or only case ``only``; keep failed cases in ``folder``.
 
-    ``valid``: nothing is changed, so that each case has to end with 0.
+    ``valid``: change nothing, so each case must exit with 0.
     """
     _warm()
     made = folder / "examples"
@@ -103,7 +103,7 @@ def fuzz(
             tally.counts[kind, None if ended.problems else ended.code] += 1
             if ended.problems:
                 tally.failures.append(failure := Failure(number, kind, arguments, ended))
-                told(failure)
+                on_failure(failure)
             elif only is None:
                 shutil.rmtree(folder / f"case{number}")
         time.sleep(0.002)
@@ -155,17 +155,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="this case alone; its folder is kept")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for examples and failed cases")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run this case only, and keep its folder")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder for examples and failed cases")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--valid", action="store_true", help="change nothing: each case has to end with 0")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that a case may take")
+    parser.add_argument("--valid", action="store_true", help="change nothing: each case must exit with 0")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a case")
     args = parser.parse_args(argv)
     folder = (args.keep or Path(tempfile.mkdtemp(prefix="fuzz-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     kinds = [] if args.kind == list(KINDS) else ["--kind", *args.kind]
 
-    def tell(failure: Failure) -> None:
+    def report_failure(failure: Failure) -> None:
         again = ["--seed", str(args.seed), "--only", str(failure.number), *kinds, "--keep", str(folder)]
         print(f"case {failure.number}, {failure.kind}: {'; '.join(failure.ended.problems)}")
         print(f"    {shlex.join(failure.arguments)[:400]}\n    in {folder / f'case{failure.number}'}")
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only=args.only,
         valid=args.valid,
         limits=Limits(seconds=args.seconds),
-        told=tell,
+        on_failure=report_failure,
     )
     print(f"{tally.table()}\nseed {args.seed}, {time.monotonic() - began:.0f} s")
     if not tally.failures and args.keep is None and args.only is None:

@@ -1,4 +1,4 @@
-"""Random small configurations: mostly ones that fit together, sometimes ones that nearly do."""
+"""Random small configurations: mostly valid ones, some with a small mistake."""
 
 from typing import Any
 
@@ -15,25 +15,25 @@ SIZES = [
     for dp in (1, 2)
     if tp * cp * pp * dp <= 4
 ]
-# More than one rank a sample is what this is about.
+# The subject is more than one rank per sample.
 SIZES = [sizes for sizes in SIZES if sizes[1] > 1] * 3 + [sizes for sizes in SIZES if sizes[1] == 1]
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @st.composite
 def configurations(draw: Any) -> tuple[int, Overrides]:
-    """(world size, overrides of the tests' tiny configuration)."""
+    """Yield (world size, overrides of the tests' tiny configuration)."""
     tp, cp, pp, dp = draw(st.sampled_from(SIZES))
     vpp = draw(st.sampled_from([None, None, 2])) if pp > 1 else None
     per_stage = draw(st.sampled_from([1, 2]))
-    # What a stage may hold in place of a layer: there may be fewer layers than stages, and a stage without any.
+    # A stage may have these in place of a layer: there may be fewer layers than stages, and a stage without layers.
     counted = draw(st.sampled_from([(), (), ("loss",), ("embedding",), ("embedding", "loss")])) if pp > 1 else ()
     layers = max(1, pp * (vpp or 1) * per_stage - len(counted)) + draw(st.sampled_from([0, 0, 0, 0, 0, 1]))
     kv_heads = tp * draw(st.sampled_from([1, 2, 3]))
     heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
     sequence_parallel = draw(st.booleans()) if tp > 1 else False
     unit = 2 * cp * (tp if sequence_parallel else 1)
-    # A handful of tokens has gradients that are mostly rounding, of which Adam makes full steps.
+    # Gradients of few tokens are mostly rounding, which Adam turns into full steps.
     length = unit * (12 // unit + draw(st.integers(1, 3))) + draw(st.sampled_from([0] * 15 + [1]))
     micro = draw(st.sampled_from([1, 1, 2]))
     rounds = pp * draw(st.sampled_from([1, 2])) if vpp else draw(st.integers(1, 3))
@@ -116,7 +116,7 @@ def _classic(draw: Any, values: Overrides) -> Overrides:
 
 
 def _packed(draw: Any, values: Overrides) -> Overrides:
-    """Samples of many lengths, packed: each microbatch with a group of its own, or all with the configured one."""
+    """Return samples of many lengths, packed: dynamic groups, or the configured group for all."""
     dynamic = draw(st.booleans())
     return {
         "model__dynamic_context_parallel": dynamic,
@@ -139,7 +139,7 @@ def _mtp(draw: Any, values: Overrides) -> Overrides:
 
 
 def _ahead(draw: Any, pattern: str | None, depths: int | None) -> Overrides:
-    """The layers of a hybrid model's depths."""
+    """Return the layers of a hybrid model's prediction depths."""
     if not pattern or not depths:
         return {}
     own = "".join(draw(st.sampled_from("M*-")) for _ in range(draw(st.integers(1, 2))))

@@ -1,9 +1,9 @@
-"""A long run on forked ranks that is killed, stopped, started again and laid out anew, many times.
+"""Kill, stop, restart and re-lay out a long run on forked ranks, many times.
 
     python -m tests.functional_tests.soak --iterations 3000 --kind changing
 
-It is compared with the same run left alone: in one layout every loss must be the very same, in changing layouts the
-same within 1e-5. No life may grow, and nothing but the checkpoints to keep may be left.
+The run is compared with the same run without interruptions. In one layout every loss must be identical, in changing
+layouts equal within 1e-5. No process may grow, and only the checkpoints to keep may remain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.ranks import RanksFailed, free_port, run_ranks
 
 HCP = ("model.cp_comm_type=a2a+p2p", "model.hierarchical_context_parallel_sizes=[2,2]")
 RING = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
-# World size and settings, by kind of soak; the first layout is the one of the undisturbed run.
+# World size and settings by kind of soak; the uninterrupted run uses the first layout.
 LAYOUTS: dict[str, list[tuple[int, tuple[str, ...]]]] = {
     "same": [(4, ("model.context_parallel_size=4", *HCP))],
     "changing": [
@@ -59,8 +59,8 @@ TINY = (
     *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),
     *("model.num_attention_heads=4", "model.num_query_groups=4", "model.kv_channels=8"),
     *("train.global_batch_size=4", "train.micro_batch_size=1", "train.manual_gc=false"),
-    # Adam divides by the root of a mean square: without an epsilon that matters it amplifies the layouts' rounding. And
-    # with a tenfold learning rate training is chaotic: two right layouts part by a factor of ten every hundred steps.
+    # Adam divides by the root of a mean square: with a tiny epsilon it amplifies the layouts' rounding. With a
+    # tenfold learning rate training is chaotic: two correct layouts diverge by a factor of ten every hundred steps.
     *("optimizer.adam_eps=1e-3", "optimizer.lr=3e-4", "optimizer.min_lr=1e-4"),
     *("checkpoint.save_interval=40", "checkpoint.async_save=true", "checkpoint.most_recent_k=2"),
     *("logger.progress=none", "logger.tensorboard=false", "dist.distributed_timeout_minutes=0.5"),
@@ -68,13 +68,13 @@ TINY = (
 DYNAMIC = (
     "model.dynamic_context_parallel=true",
     "model.max_seqlen_per_dp_cp_rank=64",
-    "dataset.eod_mask_loss=false",  # each sample is a document: there is nothing to mask
+    "dataset.eod_mask_loss=false",  # each sample is one document: nothing is masked
 )
 
 
 @dataclass(frozen=True)
 class Doom:
-    """How a life ends: some ranks get a signal, some seconds after they begin the step of an iteration."""
+    """End of a launch: some ranks get a signal, some seconds after they begin the step of an iteration."""
 
     number: int
     ranks: tuple[int, ...]
@@ -84,10 +84,10 @@ class Doom:
 
 @dataclass
 class Soak:
-    """What came of it. rss: each rank's resident bytes at a tenth and at the end of the undisturbed life."""
+    """Result. rss: resident bytes of each rank at a tenth and at the end of the uninterrupted run."""
 
     losses: list[float]
-    undisturbed: list[float]
+    uninterrupted: list[float]
     lives: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[int, int]] = field(default_factory=list)
@@ -95,17 +95,17 @@ class Soak:
 
     @property
     def worst(self) -> float:
-        """The largest relative difference of a loss from the undisturbed run's."""
-        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.undisturbed, strict=True))
+        """Return the largest relative difference of a loss from the uninterrupted run's."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.uninterrupted, strict=True))
 
     @property
     def growth(self) -> float:
-        """The largest growth of a rank's memory over the last nine tenths of an undisturbed life."""
+        """Return the largest growth of a rank's memory over the last nine tenths of the uninterrupted run."""
         return max(end / early - 1 for early, end in self.rss)
 
 
 def live(folder: str, arguments: list[str], doom: Doom | None, iterations: int) -> tuple[int, list[int]]:
-    """One rank's life: exit code, and resident bytes at a tenth of all iterations and at the end."""
+    """Run one rank; return its exit code, and resident bytes at a tenth of all iterations and at the end."""
     from megatron_cp.training import loop
 
     rank, process = int(os.environ["RANK"]), psutil.Process()
@@ -125,7 +125,7 @@ def live(folder: str, arguments: list[str], doom: Doom | None, iterations: int) 
 
 
 def paragraphs(folder: Path) -> str:
-    """Short texts of very different lengths, tokenized: what is between the empty lines of a few modules."""
+    """Return short tokenized texts of very different lengths: the paragraphs of a few modules."""
     texts = [text for module in (argparse, json, random, socket) for text in inspect.getsource(module).split("\n\n")]
     lines = folder / "paragraphs.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))
@@ -140,8 +140,8 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @mock.patch.dict(os.environ)
-def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = print) -> Soak:
-    """Run it; ``kind`` is one of :data:`LAYOUTS`."""
+def soak(kind: str, iterations: int, folder: Path, seed: int = 1, log: Any = print) -> Soak:
+    """Run the soak test; ``kind`` is one of :data:`LAYOUTS`."""
     draw = random.Random(seed)
     os.environ |= {"MEGATRON_CP_TEST_NO_INIT": "1", "MASTER_ADDR": "127.0.0.1"}
     common = [*TINY, f"dataset.data_path={paragraphs(folder)}", f"train.train_iters={iterations}"]
@@ -153,10 +153,10 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
         return run_ranks(live, layout[0], str(folder), arguments, doom, iterations, timeout=1800, grace=20)
 
     began = time.monotonic()
-    lives = one_life("undisturbed", LAYOUTS[kind][0], None)
+    lives = one_life("uninterrupted", LAYOUTS[kind][0], None)
     assert {code for code, _ in lives} == {0}, (folder / "stderr0").read_text()[-3000:]
-    tell(f"undisturbed: {iterations} iterations in {time.monotonic() - began:.0f} s")
-    result = Soak([], losses_of(folder / "undisturbed"), rss=[(rss[0], rss[1]) for _, rss in lives])
+    log(f"uninterrupted: {iterations} iterations in {time.monotonic() - began:.0f} s")
+    result = Soak([], losses_of(folder / "uninterrupted"), rss=[(rss[0], rss[1]) for _, rss in lives])
     while True:
         layout = draw.choice(LAYOUTS[kind])
         start = latest_iteration(folder / "run") or 0
@@ -171,7 +171,7 @@ def soak(kind: str, iterations: int, folder: Path, seed: int = 1, tell: Any = pr
             assert "SIGKILL" in str(failed), failed
             codes = {-9}
         reached = latest_iteration(folder / "run") or 0
-        tell(
+        log(
             f"life {result.lives}: {layout[0]} ranks, from {start}, {signal.Signals(number).name} of {some} at {at}: "
             f"codes {codes}, saved {reached}"
         )

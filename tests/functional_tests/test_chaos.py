@@ -1,4 +1,4 @@
-"""Real launched runs, struck at random moments, go on; and ``chaos`` notices what it is there to notice."""
+"""Real launched runs resume after random strikes, and ``chaos`` detects faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_chaos(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, losses: list[float], saved: int) -> list[str]:
-    """The problems of a shell script that stands for a run which left these losses and this newest checkpoint."""
+    """List problems of a shell script that stands for a run with these losses and this newest checkpoint."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("0")
@@ -46,20 +46,20 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, losses: 
         ("exit 143", REFERENCE[:3], 3, ""),
         ("kill -9 $$", REFERENCE[:3], 2, ""),
         ("exit 143", REFERENCE[:3], 2, "exit code 143 after iteration 3, of which 2 are saved"),
-        ("kill -9 $$", [6.0, 5.5000000001], 2, "the loss of iteration 2 differs from the undisturbed run's"),
+        ("kill -9 $$", [6.0, 5.5000000001], 2, "the loss of iteration 2 differs from the uninterrupted run's"),
         ("exit 0", REFERENCE[:3], 3, "exit code 0 after iteration 3 of 200"),
         ("echo resumed from iteration 2; exit 1", REFERENCE[:3], 2, "began at 2, and the newest checkpoint was 0"),
         ("echo another run writes into it; exit 1", REFERENCE[:3], 2, "the run folder was still locked"),
         ("sleep 60 & exit 1", REFERENCE[:3], 2, "left"),
     ],
 )
-def test_chaos_notices(
+def test_chaos_detects_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, losses: list[float], saved: int, problem: str
 ) -> None:
     assert ended(tmp_path, monkeypatch, script, losses, saved) == ([problem] if problem else [])
 
 
-def test_chaos_tells_torchruns_own_tracebacks_from_ours() -> None:
+def test_chaos_ignores_tracebacks_of_torchrun_itself() -> None:
     head = "Traceback (most recent call last):\n"
     torchs = head + '  File "/x/torch/distributed/run.py", line 1\n    run(args)\ntorch.distributed.ChildFailedError:\n'
     ours = head + '  File "/x/megatron_cp/loop.py", line 1, in train\n    step()\nRuntimeError: lost\n'
@@ -69,7 +69,7 @@ def test_chaos_tells_torchruns_own_tracebacks_from_ours() -> None:
     ]
 
 
-def test_chaos_prints_what_was_tried_and_what_held() -> None:
+def test_chaos_prints_strikes_and_recoveries() -> None:
     kind = ("SIGKILL", "rank", "saving", "torchrun")
     text = table([Strike(*kind, seconds=2.5), Strike(*kind, problems=["a traceback"])])
     assert "| SIGKILL | rank | saving | torchrun | 2 | 1 | 2.5 |" in text

@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md: their diffs apply, and (slow) what they say to run passes."""
+"""The how-tos of CONTRIBUTING.md: their diffs apply, and (slow) their commands pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOW_TOS = {title: text for title, _, text in (section.partition("\n") for sectio
 
 
 def blocks_of(title: str) -> dict[str, str]:
-    """The diff, and under "" the commands."""
+    """Return the diff, and under "" the commands."""
     return dict(re.findall(r"^```(\w*)\n(.*?)^```$", HOW_TOS[title], flags=re.DOTALL | re.MULTILINE))
 
 
@@ -26,11 +26,11 @@ def diff_of(title: str) -> str:
 
 
 def commands_of(title: str) -> list[str]:
-    """The lines of Python behind the diff; set-up and whole suites are left out."""
+    """Return the lines of Python after the diff, without set-up and whole suites."""
     return [line for line in blocks_of(title)[""].splitlines() if line.startswith("python ")]
 
 
-def test_there_are_five() -> None:
+def test_there_are_five_how_tos() -> None:
     assert len(HOW_TOS) == 5 and all(map(commands_of, HOW_TOS))
 
 
@@ -48,7 +48,7 @@ def install_megatron_core(requirement: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("title", HOW_TOS)
-def test_what_it_says_to_run_passes(title: str, tmp_path: Path) -> None:
+def test_the_commands_pass(title: str, tmp_path: Path) -> None:
     clone, packages = tmp_path / "clone", tmp_path / "packages"
     clone.mkdir()
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout

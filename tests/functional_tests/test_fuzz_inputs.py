@@ -1,4 +1,4 @@
-"""A few mutated inputs of every kind; what a case needs is made once, and nothing changed ends with 0."""
+"""A few mutated inputs of every kind; inputs are created once, and an unchanged input exits with 0."""
 
 import os
 import time
@@ -45,11 +45,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("problem", FAULTS)
-def test_each_fault_is_seen(tmp_path: Path, problem: str) -> None:
+def test_each_fault_is_detected(tmp_path: Path, problem: str) -> None:
     assert problem in "; ".join(end_of(tmp_path, FAULTS[problem], 1.0 if "longer" in problem else 30.0).problems)
 
 
-def test_a_good_end_has_no_problems(tmp_path: Path) -> None:
+def test_a_clean_exit_has_no_problems(tmp_path: Path) -> None:
     def command() -> int:
         Path("out/x").touch()
         return cli.main(["recipes"])
@@ -68,7 +68,7 @@ def test_a_changed_input_of_every_kind(folder: Path) -> None:
 
 
 def test_a_case_depends_on_its_number_alone(folder: Path, tmp_path: Path) -> None:
-    """Alone, a case is the one that it was among others."""
+    """A case alone equals the same case among others."""
     arguments = []
     for number in (3, 3):
         tally = fuzz_inputs.fuzz(100, seed=9, kinds=["overrides"], folder=folder, only=number)

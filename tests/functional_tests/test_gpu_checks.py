@@ -1,4 +1,4 @@
-"""``scripts/gpu_checks.sh``: what it would run where a GPU is, with a stand-in for the interpreter."""
+"""``scripts/gpu_checks.sh``: the commands that it runs, with a stand-in for the interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_cp.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ["look", "verify", "train", "pretrain", "attention", "rates", "profile", "tests", "larger"]
-# Writes down how it was called; what its arguments have a file for is run by that file's text.
+# Records its arguments. If a file exists for one of them, runs the text of that file.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$*" >> "$FOLDER/calls"
 for file in "$FOLDER"/when.*; do
@@ -31,7 +31,7 @@ echo "what it found"
 
 
 def run(folder: Path, *arguments: str, **when: str) -> tuple[int, str, list[str]]:
-    """Exit code, output and calls; ``when``: what the interpreter does, called with such a word."""
+    """Return exit code, output and calls. ``when``: behavior of the interpreter for calls with this word."""
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -59,22 +59,22 @@ def test_every_check_runs_and_has_its_log(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").glob("*.log")) == sorted(f"{name}.log" for name in CHECKS)
 
 
-def test_one_that_fails_keeps_no_other_from_running(tmp_path: Path) -> None:
+def test_a_failed_check_does_not_stop_others(tmp_path: Path) -> None:
     code, text, calls = run(tmp_path, doctor="echo broken; exit 3", verify="exit 1")
     assert code == 1 and len(calls) == len(CHECKS)
     assert re.search(r"== look: failed \(3\), \d+ s: broken\n", text) and "== verify: failed (1), " in text
     assert text.count(": passed, ") == len(CHECKS) - 2
 
 
-def test_only_those_that_are_named_run_in_the_usual_order(tmp_path: Path) -> None:
+def test_only_named_checks_run_in_the_usual_order(tmp_path: Path) -> None:
     code, text, calls = run(tmp_path, "rates", "look")
     assert code == 0, text
     assert ["doctor" in calls[0], "device_rates" in calls[1], len(calls)] == [True, True, 2]
 
 
-def test_no_more_time_than_is_given(tmp_path: Path) -> None:
+def test_the_time_limit_is_kept(tmp_path: Path) -> None:
     began = time.monotonic()
-    # It is told, as pytest is, and what it leaves behind would hold the log open.
+    # The check gets the signal, as pytest does. A process left behind would hold the log open.
     slow = "trap 'echo summed up; exit 1' INT; sleep 60 & wait"
     code, text, calls = run(tmp_path, "--seconds", "7", "look", "verify", "rates", verify=slow)
     assert code == 1 and time.monotonic() - began < 50
@@ -83,7 +83,7 @@ def test_no_more_time_than_is_given(tmp_path: Path) -> None:
     assert text.endswith("== rates: no time left\n") and len(calls) == 2
 
 
-def test_what_is_left_out_is_no_success(tmp_path: Path) -> None:
+def test_checks_left_out_fail_the_script(tmp_path: Path) -> None:
     code, text, calls = run(tmp_path, "--seconds", "1", "look")
     assert (code, calls) == (1, []) and text.endswith("== look: no time left\n")
 
@@ -97,7 +97,7 @@ def test_what_is_left_out_is_no_success(tmp_path: Path) -> None:
         (["--out"], "--out needs"),
     ],
 )
-def test_what_it_does_not_know_is_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_unknown_arguments_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
     code, text, calls = run(tmp_path, *arguments)
     assert code == 2 and says in text and not calls
 
@@ -107,7 +107,7 @@ def test_help_names_every_check(tmp_path: Path) -> None:
     assert code == 0 and all(name in text.split("CHECK     ")[1] for name in CHECKS)
 
 
-def test_an_interrupt_ends_what_runs_and_all_that_would_follow(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_running_and_all_later_checks(tmp_path: Path) -> None:
     run(tmp_path, "--help", doctor='echo $$ > "$FOLDER/pid"; exec sleep 100')
     began = subprocess.Popen(
         [ROOT / "scripts" / "gpu_checks.sh", "--out", str(tmp_path / "out")],
@@ -134,13 +134,13 @@ class Parsed(Exception):
     pass
 
 
-def test_benchmarks_take_what_they_are_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_accept_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise Parsed
 
     modules = {"gpu_pretrain": gpu_pretrain, "gpu_attention": gpu_attention, "device_rates": device_rates}
     for name, module in modules.items():
-        monkeypatch.setattr(module, "told_rates_of_products" if name == "gpu_attention" else "start_logging", stop)
+        monkeypatch.setattr(module, "print_matmul_rates" if name == "gpu_attention" else "start_logging", stop)
     calls = [call.split() for call in run(tmp_path)[2] if call.startswith("benchmarks/")]
     assert {Path(program).stem for program, *_ in calls} == set(modules)
     for program, *arguments in calls:

@@ -1,11 +1,11 @@
-"""The silent faults that users of context parallelism have met upstream: each made right or refused, and kept so.
+"""Silent faults of context parallelism upstream: each is corrected or refused here.
 
-Those with a test of their own elsewhere:
+Faults with tests in other files:
 
 - groups of an earlier run that outlive it: ``unit_tests/training/layouts/test_decentralized_pg.py``,
   ``test_nothing_stale_remains_after_another_initialization``;
 - hierarchical groups ignored by Transformer Engine's attention: ``unit_tests/attention/modules/test_te.py``,
-  ``test_groups_transport_and_stream_are_those_handed_over`` and ``test_missing_groups_are_refused``;
+  ``test_groups_transport_and_stream_are_the_given_ones`` and ``test_missing_groups_are_refused``;
 - multi-token prediction that rolls packed tokens by unpadded lengths and averages its loss per rank:
   ``unit_tests/models/layers/test_mtp_targets.py`` and ``test_mtp.py``;
 - batches sliced twice, gradients not reduced over context-parallel ranks, losses averaged per rank:
@@ -35,7 +35,7 @@ def refusals(**overrides: Any) -> set[str]:
     return {v.rule for v in check(tiny_config(**overrides), 4, environment="cpu") if v.severity == "error"}
 
 
-def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
+def test_unused_hierarchical_sizes_are_refused() -> None:
     sizes = {"model__hierarchical_context_parallel_sizes": [2, 2]}
     assert refusals(**CP4, **sizes, model__cp_comm_type="p2p") == {"C9"}
     assert refusals(**CP4, **sizes, model__cp_comm_type=["p2p", "a2a", "p2p", "all_gather"]) == {"C9"}
@@ -43,7 +43,7 @@ def test_hierarchical_sizes_that_no_layer_uses_are_refused() -> None:
 
 
 def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """What this rank's next dropout draws, and sums of all weights before and after two steps with dropout."""
+    """Return this rank's next dropout mask, and sums of all weights before and after two steps with dropout."""
     run = setup(tiny_config(**overrides, model__hidden_dropout=0.3), VOCAB)
     dataset = build_datasets(run.config.dataset, build_tokenizer(run.config.tokenizer), 8).train
     mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
@@ -71,7 +71,7 @@ def test_dropout_repeats_with_the_seed() -> None:
     assert first == again != run_ranks(train_losses, 2, overrides | {"model__hidden_dropout": 0.0}, 2)[0]
 
 
-def test_masks_and_restarted_positions_that_nobody_would_read_are_refused() -> None:
+def test_ignored_masks_and_restarted_positions_are_refused() -> None:
     """A document mask is ignored under context parallelism, and RoPE does not read position ids."""
     assert refusals(**CP4, dataset__reset_attention_mask=True) == {"E8"}
     assert refusals(**CP4, dataset__reset_position_ids=True) == {"E9"}

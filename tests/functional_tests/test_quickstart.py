@@ -1,4 +1,4 @@
-"""The quick start: its parts quickly, all of it with two iterations, and (slow) as a user runs it."""
+"""The quick start: its parts, all of it with two iterations, and (slow) as a user runs it."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def test_data_is_made_once(sources: list[Path], tmp_path: Path) -> None:
     made = {path: path.stat().st_mtime_ns for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))}
     quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources)
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources[:20])  # another text: made again
+    quickstart.prepare_data(tmp_path, quickstart.NumberedSteps(console, 3), sources[:20])  # changed text: created again
     assert Path(f"{prefix}.bin").stat().st_mtime_ns != made[Path(f"{prefix}.bin")]
 
 
@@ -55,7 +55,7 @@ def test_every_machine_gets_a_layout_that_runs(gpus: int, tmp_path: Path) -> Non
     assert [str(v) for v in check(config, ranks, ranks if gpus else None) if v.severity == "error"] == []
 
 
-def test_what_the_last_screen_suggests_can_run(tmp_path: Path) -> None:
+def test_suggested_commands_run(tmp_path: Path) -> None:
     run = tmp_path / "run-001"
     run.mkdir()
     lines = (
@@ -110,7 +110,7 @@ def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.Capt
 def test_the_command_to_train_on_works_as_it_is_printed(
     sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No warning, and a rate that decays from above the least one."""
+    """No warning, and a learning rate that decays from above its minimum."""
     assert quickstart.main(SMALL, tmp_path, sources) == 0
     (command,) = re.findall(r"Continue training from this checkpoint:\s+(.*)", capsys.readouterr().out)
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -125,7 +125,7 @@ def test_the_command_to_train_on_works_as_it_is_printed(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_as_a_user_runs_it() -> None:
-    """The whole of it from the clone: the loss falls by more than half, in less than three minutes on two cores."""
+    """The loss falls by more than half, in less than three minutes on two cores."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
         ["scripts/quickstart.sh"], capture_output=True, text=True, env=environment, timeout=900, cwd=ROOT
@@ -136,7 +136,7 @@ def test_as_a_user_runs_it() -> None:
     lines = map(json.loads, (ROOT / folder / "metrics.jsonl").open())
     losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
     assert sum(losses[-5:]) / 5 < losses[0] / 2
-    # One last loss: of the panel, the run's last words, its last log line, and metrics.jsonl.
-    said = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
+    # The last loss is the same in the panel, the run's last message, its last log line, and metrics.jsonl.
+    reported = re.findall(r"-> (\d\.\d{4})", done.stdout + done.stderr)
     logged = re.findall(r"iteration 150/150 \| lm loss: (\d\.\d{4})", done.stderr)
-    assert said == [f"{losses[-1]:.4f}"] * 2 and logged == [f"{losses[-1]:.4f}"]
+    assert reported == [f"{losses[-1]:.4f}"] * 2 and logged == [f"{losses[-1]:.4f}"]

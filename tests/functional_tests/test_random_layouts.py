@@ -1,4 +1,4 @@
-"""No false accept: what the rules accept builds, passes the probe, and trains what one rank trains."""
+"""No false accept: what the rules accept builds, passes the probe, and trains like one rank."""
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -13,7 +13,7 @@ from tests.training_runs import tiny_config
 
 
 def verdict(overrides: Overrides) -> tuple[bool, str]:
-    """Whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
+    """Return whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
     config = tiny_config(**overrides, train__train_iters=2, dist__attention_probe=False, scheduler__lr_warmup_iters=0)
     result = compare_with_single_rank(config, on_single_rank(config))
     return result.equal, f"{diagnose(result)} {[row for row in result.rows() if not row.equal]}"
@@ -36,7 +36,7 @@ SETTINGS = settings(
 
 @given(configurations())
 @settings(SETTINGS, derandomize=True)
-def test_a_fixed_sample_of_accepted_layouts_is_right(drawn: tuple[int, Overrides]) -> None:
+def test_a_fixed_sample_of_accepted_layouts_trains_like_one_rank(drawn: tuple[int, Overrides]) -> None:
     accepted_layout_is_right(drawn)
 
 
@@ -44,5 +44,5 @@ def test_a_fixed_sample_of_accepted_layouts_is_right(drawn: tuple[int, Overrides
 @pytest.mark.timeout(3600)
 @given(configurations())
 @settings(SETTINGS, max_examples=200)
-def test_two_hundred_fresh_accepted_layouts_are_right(drawn: tuple[int, Overrides]) -> None:
+def test_two_hundred_new_accepted_layouts_train_like_one_rank(drawn: tuple[int, Overrides]) -> None:
     accepted_layout_is_right(drawn)

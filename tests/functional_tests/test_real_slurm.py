@@ -1,4 +1,4 @@
-"""The Slurm script under Slurm itself: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
+"""The Slurm script under a real Slurm: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
 
 import getpass
 import os
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(None in DAEMONS.values(), reason="needs Slurm (slurmctld, slurmd, munged)"),
 ]
 
-# Tasks are bound to as many cores as they ask for.
+# Tasks are bound to as many cores as they request.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -57,7 +57,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 @pytest.fixture
 def slurm() -> Iterator[Callable[..., str]]:
-    """Calls a command of Slurm and returns what it prints."""
+    """Call a command of Slurm and return its output."""
     folder = Path(tempfile.mkdtemp(prefix="slurm"))  # sockets' paths are short
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
@@ -65,11 +65,11 @@ def slurm() -> Iterator[Callable[..., str]]:
     configuration = CONFIGURATION.format(folder=folder, host=socket.gethostname(), user=getpass.getuser(), ports=ports)
     (folder / "slurm.conf").write_text(configuration)
     version = subprocess.run([str(DAEMONS["slurmd"]), "-V"], capture_output=True, text=True, check=True).stdout
-    if int(version.split()[-1].split(".")[0]) > 22:  # older ones do not look for cgroups where nothing asks for them
+    if int(version.split()[-1].split(".")[0]) > 22:  # older versions do not look for cgroups unless configured
         (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment["SLURM_CONF"] = str(folder / "slurm.conf")
-    # Where launchers meet: the nodes' own names are known to Slurm only.
+    # Address of the rendezvous: only Slurm can resolve the nodes' names.
     (folder / "bin").mkdir()
     (folder / "bin" / "scontrol").write_text("#!/bin/sh\necho localhost\n")
     (folder / "bin" / "scontrol").chmod(0o755)
@@ -99,7 +99,7 @@ def slurm() -> Iterator[Callable[..., str]]:
         wait_for(lambda: "2 idle" in call("sinfo", "--noheader", "--format=%D %t"))
         yield call
     finally:
-        with suppress(AssertionError):  # a controller that did not come has no jobs
+        with suppress(AssertionError):  # a controller that did not start has no jobs
             call("scancel", f"--user={getpass.getuser()}")
             wait_for(lambda: not call("squeue", "--noheader"), seconds=60)
         for daemon in reversed(daemons):
@@ -118,7 +118,7 @@ def wait_for(done: Callable[[], Any], seconds: float = 240) -> Any:
 
 
 def cores_of_ranks(job: str) -> list[int]:
-    """How many cores each process of this job that is a rank may use."""
+    """Return the number of cores available to each rank process of this job."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -134,9 +134,11 @@ def has_trained(log: Path) -> bool:
     return log.exists() and " iteration " in log.read_text()
 
 
-def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """Two nodes of two ranks, each rank on any of its node's cores; what Slurm sends before a time limit. A second job
-    waits for the first one's end, whatever that is."""
+def test_a_signalled_job_saves_and_the_next_resumes(slurm: Callable[..., str], tmp_path: Path) -> None:
+    """Two nodes of two ranks, each rank on any core of its node. Slurm signals the job before its time limit.
+
+    A second job starts after the first has ended for any reason.
+    """
     run, saved = tmp_path / "run", 0
     options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--dependency=singleton"]
     settings = ["--recipe", "llama_tiny_pretrain_config", f"checkpoint.save={run}", "train.train_iters=5000"]
@@ -150,15 +152,15 @@ def test_a_job_that_is_told_to_stop_saves_and_the_next_goes_on(slurm: Callable[.
 
         slurm("scancel", "--signal=TERM", job)
         wait_for(lambda job=job: job not in slurm("squeue", "--noheader", "--format=%i").split())
-        said = log.read_text()
-        assert said.count("SIGTERM: sent to the ranks, which exited with 143\n") == 2, said
-        assert (f"resumed from iteration {saved} " in said) == (number > 0)
+        reported = log.read_text()
+        assert reported.count("SIGTERM: sent to the ranks, which exited with 143\n") == 2, reported
+        assert (f"resumed from iteration {saved} " in reported) == (number > 0)
         before, saved = saved, int((run / "latest_checkpointed_iteration.txt").read_text())
         assert saved > before
 
 
 def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """As Megatron-Bridge's scripts are started: one task a rank, and no torchrun."""
+    """Start ranks as Megatron-Bridge's scripts do: one task per rank, without torchrun."""
     run, log = tmp_path / "run", tmp_path / "log"
     train = f"{sys.executable} scripts/training/run_recipe.py --recipe llama_tiny_pretrain_config checkpoint.save={run}"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", f"--output={log}"]
@@ -168,7 +170,7 @@ def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Pat
     wait_for(partial(has_trained, log))
     slurm("scancel", "--signal=TERM", job)
     wait_for(lambda: not slurm("squeue", "--noheader"))
-    said = log.read_text()
-    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in said, said
-    assert "SIGTERM: stopping after iteration" in said and "Traceback" not in said, said
+    reported = log.read_text()
+    assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in reported, reported
+    assert "SIGTERM: stopping after iteration" in reported and "Traceback" not in reported, reported
     assert (run / "latest_checkpointed_iteration.txt").exists()

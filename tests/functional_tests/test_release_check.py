@@ -1,4 +1,4 @@
-"""The release check accepts this clone (slow), and ends with a message where something is missing."""
+"""The release check accepts this clone (slow), and ends with a message if something is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def release_check(root: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_this_clone_can_be_released(tmp_path: Path) -> None:
+def test_this_clone_passes_the_release_check(tmp_path: Path) -> None:
     done = release_check(ROOT, str(tmp_path / "dist"))
     assert done.returncode == 0, done.stdout + done.stderr
     version = megatron_cp.__version__
@@ -30,7 +30,7 @@ def test_this_clone_can_be_released(tmp_path: Path) -> None:
     assert made == {f"megatron_cp-{version}.tar.gz", f"megatron_cp-{version}-py3-none-any.whl"}
 
 
-def test_what_is_missing_ends_it_with_a_fix(tmp_path: Path) -> None:
+def test_a_missing_part_is_an_error_with_a_fix(tmp_path: Path) -> None:
     for name in ("scripts/release_check.sh", "megatron_cp/__init__.py", "CHANGELOG.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""torchrun starts a run again after a rank died; ours waits for one that was asked to stop. Both go on from there."""
+"""torchrun restarts a run after a rank dies; our launcher waits for a signalled rank. Both runs resume."""
 
 import json
 import os
@@ -37,16 +37,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def workers(launcher: psutil.Process) -> list[psutil.Process]:
-    """The ranks: the launcher's own children, without their background writers."""
+    """Return the ranks: the launcher's own children, without their background writers."""
     return [child for child in launcher.children() if any("run_recipe" in part for part in child.cmdline())]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
+def test_max_restarts_resumes_automatically(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    undisturbed = command(tmp_path / "undisturbed", "--standalone")
-    subprocess.run(undisturbed, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=500)
+    uninterrupted = command(tmp_path / "uninterrupted", "--standalone")
+    subprocess.run(uninterrupted, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=500)
     again = command(tmp_path / "again", "--standalone", "--max-restarts=2")
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(again, cwd=ROOT, env=environment, stderr=log, stdout=log)
@@ -64,12 +64,12 @@ def test_max_restarts_resumes_by_itself(tmp_path: Path) -> None:
     text = (tmp_path / "log").read_text()
     assert text.count("resumed from iteration") == 2, text[-3000:]
     assert "rank 1 does not answer (killed, crashed or frozen)" in text, text[-3000:]
-    assert losses(tmp_path / "again") == losses(tmp_path / "undisturbed")
+    assert losses(tmp_path / "again") == losses(tmp_path / "uninterrupted")
     assert len(losses(tmp_path / "again")) == 400
 
 
 class Nodes:
-    """Launchers of one rank each, that meet on this machine."""
+    """Launchers of one rank each, with a rendezvous on this machine."""
 
     def __init__(self, folder: Path, module: str) -> None:
         self.run, self._log, self._module = folder / "run", folder / "log", module
@@ -121,8 +121,8 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
-def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module: str) -> None:
-    """torchrun keeps one store for both starts, with what the dead wrote, and only one node counts the failure."""
+def test_a_run_on_two_nodes_resumes_after_a_rank_dies(tmp_path: Path, module: str) -> None:
+    """torchrun keeps one store for both starts, with the dead rank's keys, and only one node counts the failure."""
     with closing(Nodes(tmp_path, module)) as nodes:
         nodes.launch()
         nodes.launch()
@@ -132,10 +132,10 @@ def test_a_run_on_two_nodes_goes_on_when_a_rank_has_died(tmp_path: Path, module:
 
 
 @pytest.mark.slow
-def test_another_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> None:
+def test_another_machine_replaces_a_lost_one(tmp_path: Path) -> None:
     with closing(Nodes(tmp_path, "megatron_cp.torchrun")) as nodes:
         nodes.launch()
-        time.sleep(3.0)  # it keeps the launchers' store: without that machine there is nothing to go on with
+        time.sleep(3.0)  # it keeps the launchers' store: without that machine no launcher can continue
         nodes.launch()
         nodes.wait_for_step(30)
         lost = nodes.rank_of(1)
@@ -147,7 +147,7 @@ def test_another_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_asked_to_stop_lets_the_run_save(tmp_path: Path) -> None:
+def test_a_signalled_launcher_lets_the_run_save(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(

@@ -1,7 +1,7 @@
 """No false reject: without its rule, each rule's own example ends in an error or trains something else.
 
-For every error rule that a machine without a GPU can try, what happens where the rule is not asked. A new rule must be
-entered.
+Lists the effect of each error rule's example without the rule, as far as a machine without a GPU can try it. A new rule
+needs an entry.
 """
 
 import re
@@ -201,12 +201,12 @@ def outcome(rule_id: str) -> tuple[str, str]:
     world_size, overrides = SMALLER.get(rule_id, (example.world_size, list(example.overrides)))
     trial = evaluated if rule_id in ("A7", "H6") else unchecked
     try:
-        equal, said = run_ranks(trial, world_size, overrides, timeout=40)[0]
+        equal, reported = run_ranks(trial, world_size, overrides, timeout=40)[0]
     except RanksFailed as failure:
         return "error", str(failure)
-    if "the layout did not run" in said:
-        return "error", said
-    return ("equal" if equal else "wrong"), said
+    if "the layout did not run" in reported:
+        return "error", reported
+    return ("equal" if equal else "wrong"), reported
 
 
 def test_every_rule_that_a_cpu_can_break_is_entered() -> None:
@@ -234,7 +234,7 @@ def test_a_smaller_run_breaks_the_same_rule(rule_id: str) -> None:
 
 
 def check_outcome(rule_id: str) -> None:
-    kind, said = outcome(rule_id)
+    kind, reported = outcome(rule_id)
     expected: Any = "wrong" if rule_id in WRONG else "error" if rule_id in ERROR else "equal"
-    assert kind == expected, said
-    assert re.search((WRONG | ERROR).get(rule_id, ""), said), said[-1500:]
+    assert kind == expected, reported
+    assert re.search((WRONG | ERROR).get(rule_id, ""), reported), reported[-1500:]

@@ -1,6 +1,6 @@
-"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that writes down what it is asked for.
+"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that records its calls.
 
-What is really installed is seen wherever these tests run, but for what is compiled for GPUs.
+These tests themselves run in a real installation; only parts compiled for GPUs are not covered.
 """
 
 import os
@@ -20,7 +20,7 @@ READ = (
     "tests/doubles/te_on_cpu/requirements.txt",
     "tests/doubles/mamba_on_cpu/requirements.txt",
 )
-# Its arguments and what it is told by the environment, a line a call.
+# Records its arguments and environment variables, one line per call.
 INSTALLER = """#!/bin/sh
 [ "$1" = --version ] && exit 0
 [ "$1" = pip ] || exit 1
@@ -42,7 +42,7 @@ version = SimpleNamespace(cuda=os.environ.get("CUDA", "13.0"))
 
 @pytest.fixture
 def setup(tmp_path):
-    """Runs the script in the copy: its exit code, what it said, and the calls of the installer."""
+    """Return a function that runs the script in a copy: exit code, output, and calls of the installer."""
     clone, tools, calls = tmp_path / "clone", tmp_path / "tools", tmp_path / "calls"
     for name in READ:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,17 +76,17 @@ def test_without_gpus(setup):
     code, _, calls = setup()
     assert code == 0 and "--requirement requirements.lock" in calls[0] and not compiled(calls)
     assert setup() == (0, "", [])
-    code, said, calls = setup("--gpus")
-    assert code == 2 and said == "setup: no option --gpus; there are --gpu and --mamba\n" and not calls
+    code, reported, calls = setup("--gpus")
+    assert code == 2 and reported == "setup: no option --gpus; there are --gpu and --mamba\n" and not calls
 
 
 @pytest.mark.parametrize("version", [(3, 11, 9), pytest.param((3, 15, 0), marks=pytest.mark.slow)])
-def test_a_python_without_wheels_is_passed_over(setup, version):
+def test_a_python_without_wheels_is_skipped(setup, version):
     python = setup.tools / "python3.12"
     python.write_text(PYTHON.format(python=sys.executable, version=version))
     python.chmod(0o755)
-    code, said, calls = setup()
-    assert code == 0 and calls, said
+    code, reported, calls = setup()
+    assert code == 0 and calls, reported
 
 
 @pytest.mark.parametrize("extra", ["gpu", pytest.param("mamba", marks=pytest.mark.slow)])
@@ -95,14 +95,16 @@ def test_an_extra_is_compiled_for_this_pytorch(setup, extra):
     assert code == 0 and "--requirement requirements.lock" in calls[0]
     assert any("nvidia-nvvm==13.0.*" in call for call in calls), "a compiler of the CUDA that torch is built for"
     (call,) = compiled(calls)
-    arguments, told = call.split(" | ")
+    arguments, variables = call.split(" | ")
     assert f"--no-build-isolation --no-cache-dir --constraint .venv/cuda/pinned.txt --editable .[{extra}]" in arguments
-    assert f"CUDA_HOME={setup.clone}/.venv/" in told
+    assert f"CUDA_HOME={setup.clone}/.venv/" in variables
     for name in ("NVTE_PYTORCH", "MAMBA", "CAUSAL_CONV1D"):
-        assert f" {name}_FORCE_BUILD=TRUE " in f" {told} "
-    assert "SKIP_CUDA_BUILD" not in told and "UV_CONCURRENT_BUILDS=1 " in told, "or jobs would be twice as many"
-    assert int(re.search(r"MAX_JOBS=(\d+) ", told).group(1)) >= 1
-    # It stays, and nobody has to ask for it again.
+        assert f" {name}_FORCE_BUILD=TRUE " in f" {variables} "
+    assert "SKIP_CUDA_BUILD" not in variables and "UV_CONCURRENT_BUILDS=1 " in variables, (
+        "or jobs would be twice as many"
+    )
+    assert int(re.search(r"MAX_JOBS=(\d+) ", variables).group(1)) >= 1
+    # The extra stays installed without the option.
     assert setup(f"--{extra}") == (0, "", []) and setup() == (0, "", [])
     kept = setup.clone / ".venv" / "kept"
     kept.touch()
@@ -121,8 +123,8 @@ def test_both_extras(setup):
     code, _, calls = setup("--mamba", MAMBA_FORCE_BUILD="FALSE", MAX_JOBS="3")
     (call,) = compiled(calls)
     assert code == 0 and "--editable .[mamba]" in call, "the other one is kept"
-    for told in ("MAMBA_FORCE_BUILD=FALSE", "CAUSAL_CONV1D_FORCE_BUILD=FALSE", "MAX_JOBS=3"):
-        assert f" {told} " in call
+    for variables in ("MAMBA_FORCE_BUILD=FALSE", "CAUSAL_CONV1D_FORCE_BUILD=FALSE", "MAX_JOBS=3"):
+        assert f" {variables} " in call
     assert setup("--gpu", "--mamba") == (0, "", [])
     lock = setup.clone / "requirements.lock"
     lock.write_text(lock.read_text().replace("torch==2.11.0", "torch==2.12.0"))
@@ -137,13 +139,13 @@ def test_kernels_are_tried_in_the_version_that_is_installed():
 
 
 @pytest.mark.slow
-def test_all_else_is_there_where_it_cannot_be_compiled(setup):
-    code, said, calls = setup("--gpu", CXX="no-such-compiler")
-    assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in said
-    assert "trains without it" in said and not compiled(calls)
+def test_other_packages_are_installed_if_compilation_fails(setup):
+    code, reported, calls = setup("--gpu", CXX="no-such-compiler")
+    assert code == 1 and "no C++ compiler (no-such-compiler): install g++" in reported
+    assert "trains without it" in reported and not compiled(calls)
     assert setup() == (0, "", [])
-    code, said, _ = setup("--gpu", CUDA="12.8")
-    assert code == 1 and "--gpu wants a PyTorch for CUDA 13, not for 12.8" in said
+    code, reported, _ = setup("--gpu", CUDA="12.8")
+    assert code == 1 and "--gpu wants a PyTorch for CUDA 13, not for 12.8" in reported
     assert setup("--gpu", COMPILER_FAILS="1")[0] == 1
     assert setup() == (0, "", [])
     code, _, calls = setup("--gpu")

@@ -42,19 +42,19 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("sbatch_said", "srun_options"),
+    ("sbatch_variables", "srun_options"),
     [
         ({"SLURM_CPUS_PER_TASK": "64"}, "--kill-on-bad-exit=1 --cpus-per-task=64 "),
         ({}, "--kill-on-bad-exit=1 "),
     ],
 )
 def test_each_node_gets_its_command(
-    cluster: dict[str, str], tmp_path: Path, sbatch_said: dict[str, str], srun_options: str
+    cluster: dict[str, str], tmp_path: Path, sbatch_variables: dict[str, str], srun_options: str
 ) -> None:
     """With Python replaced by echo: the options, and overrides with spaces and brackets, arrive as given.
 
-    srun is told of the CPUs, where sbatch was: it does not take them from there, and would bind a node's processes to
-    one core.
+    srun gets the CPUs too if sbatch had them: it does not read sbatch's value, and would bind a node's processes to one
+    core.
     """
     (tmp_path / ".venv/bin").mkdir(parents=True)
     # One write a line: both nodes print to the same pipe at the same time.
@@ -62,7 +62,7 @@ def test_each_node_gets_its_command(
         '#!/bin/sh\nline=$(printf "<%s>" "$SRUN_SAW" "$@")\nprintf "%s\\n" "$line"\n'
     )
     (tmp_path / ".venv/bin/python").chmod(0o755)
-    cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"} | sbatch_said
+    cluster |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8"} | sbatch_variables
     del cluster["PROCESSES_PER_NODE"]
     arguments = ["--recipe", "r", "dataset.data_path=/a b/c", "model.hierarchical_context_parallel_sizes=[2,2]"]
     done = subprocess.run([SCRIPT, *arguments], env=cluster, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Endurance: thousands of steps with random kills, restarts and layout changes. See ``soak``."""
+"""Thousands of steps with random kills, restarts and layout changes. See ``soak``."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_soak(tmp_path: Path, kind: str) -> None:
     assert found.lives >= 4 and len(found.losses) == ITERATIONS
     assert found.losses[-1] < found.losses[0] - 0.5, "nothing was learned"
     if kind == "same":
-        assert found.losses == found.undisturbed
+        assert found.losses == found.uninterrupted
     else:
         assert found.worst < 1e-5
     assert found.growth < 0.05, found.rss

@@ -1,6 +1,6 @@
-"""Each tutorial's own code blocks run, one after the other, in an empty folder.
+"""Run each tutorial's code blocks, one after the other, in an empty folder.
 
-A block with a title is saved under it; a ``bash`` block is run. Other blocks show another program's commands or output.
+A block with a title is saved under it; a ``bash`` block is run. Other blocks show other programs' commands, or output.
 """
 
 import os
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.M | re.S
 
 
 def run_blocks(page: str, folder: Path, chosen: str = "") -> int:
-    """Save and run a page's blocks; returns how many ran. ``chosen`` is a pattern for those to run."""
+    """Save and run a page's blocks that match ``chosen``; return how many ran."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ran = 0
     for language, title, text in BLOCK.findall((FOLDER / f"{page}.md").read_text(encoding="utf-8")):
@@ -37,7 +37,7 @@ def test_there_are_tutorials() -> None:
     assert all(BLOCK.search((FOLDER / f"{page}.md").read_text(encoding="utf-8")) for page in PAGES)
 
 
-def test_the_commands_that_start_nothing(tmp_path: Path) -> None:
+def test_dry_run_commands(tmp_path: Path) -> None:
     assert run_blocks("from_megatron_lm", tmp_path, "--dry-run") == 2
 
 

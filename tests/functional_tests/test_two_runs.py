@@ -1,4 +1,4 @@
-"""Two real launchers on one run folder: one trains, the other waits for it, then goes on or gives up."""
+"""Two real launchers on one run folder: one trains, the other waits for it, then resumes or fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPATIENT = "dist.distributed_timeout_minutes=0.2"  # half of that is how long t
 
 
 class Launched:
-    """A launcher with two ranks, and all that they print."""
+    """Launcher with two ranks, and all their output."""
 
     def __init__(self, folder: Path, name: str, module: str, *settings: str, steps: int) -> None:
         self._log = folder / f"{name}.log"
@@ -52,7 +52,7 @@ class Launched:
         return code
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and everything that it started."""
+        """Send SIGKILL to the launcher and everything that it started."""
         if self.process.poll() is None:
             for each in [*self.process.children(recursive=True), self.process]:
                 each.send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def is_locked(folder: Path) -> bool:
     return f":{(folder / LOCK).stat().st_ino} " in Path("/proc/locks").read_text()
 
 
-def test_of_two_runs_that_start_together_one_trains_and_the_other_goes_on_from_there(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_train_one_after_the_other(tmp_path: Path) -> None:
     runs = [Launched(tmp_path, str(number), module, steps=100) for number, module in enumerate([TORCHRUN, OURS])]
     with killed_at_the_end(*runs):
         assert [each.end() for each in runs] == [0, 0], runs[0].text + runs[1].text
@@ -82,7 +82,7 @@ def test_of_two_runs_that_start_together_one_trains_and_the_other_goes_on_from_t
     assert [iteration for iteration, _ in losses(tmp_path / "run")] == list(range(1, 101))
 
 
-def test_a_run_is_refused_while_another_trains_and_starts_at_once_when_that_was_killed(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     first = Launched(tmp_path, "first", OURS, steps=100000)
     with killed_at_the_end(first):
         first.wait_for("saved checkpoint")

@@ -19,7 +19,7 @@ TWO = ["llama_tiny_p2p_pretrain_config", "-n", "2", "model.context_parallel_size
 
 
 class Installed:
-    """The wheel, in a folder of its own, and an empty folder to work in."""
+    """The wheel in its own folder, and an empty working folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "work"
@@ -45,7 +45,7 @@ class Installed:
         }
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        """What a command says."""
+        """Return a command's output."""
         done = subprocess.run(
             [sys.executable, self._program, *arguments],
             cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=300, check=False,

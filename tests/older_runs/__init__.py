@@ -1,1 +1,1 @@
-"""Run folders and checkpoints as an earlier version wrote them: later versions go on from them to the same losses."""
+"""Run folders and checkpoints that an earlier version wrote. Later versions resume them to the same losses."""

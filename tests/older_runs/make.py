@@ -1,9 +1,9 @@
-"""Make the run folders of this directory anew, with the code as it is.
+"""Write the run folders of this directory again, with the present code.
 
     python -m tests.older_runs.make NAME ...
 
-A folder is a run that was killed after its second iteration. Beside it stands what its next two iterations came to.
-A folder is made once, and then kept while the code changes.
+A folder is a run that was killed after its second iteration. A file beside it has the losses of its next two
+iterations. A folder is made once, and then kept while the code changes.
 """
 
 from __future__ import annotations

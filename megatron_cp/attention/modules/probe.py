@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_cp.attention.context import CPContext
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
-from megatron_cp.common.errors import RuntimeFault, shown
+from megatron_cp.common.errors import RuntimeFault, join_limited
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import gather_objects, gather_problems
 
@@ -192,5 +192,5 @@ def _compare_settings(problems: list[str]) -> None:
     found = gather_problems(problems)
     if found:
         between = "\n  "
-        what = f"attention probe failed; training not started.{between}{shown(found, between)}"
+        what = f"attention probe failed; training not started.{between}{join_limited(found, between)}"
         raise ProbeError(what, on_all_ranks=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.common.atomic_files import written_aside
+from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 
@@ -42,9 +42,9 @@ def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(folder) as (aside,):
-            aside.mkdir()
-            fill(aside)
+        with atomic_write(folder) as (partial,):
+            partial.mkdir()
+            fill(partial)
     except OSError as error:
         if folder.exists():  # another node finished first
             return

@@ -58,7 +58,7 @@ def open_documents(files: IndexedFiles, max_length: int, path_to_cache: str | No
     """
     name = cache_key(_FORMAT, str(Path(files.prefix).absolute()), files.stamp, max_length)
     folder = cache_root(path_to_cache, files.prefix) / f"documents-{name}"
-    build_cached(lambda aside: _store(files, max_length, aside), folder)
+    build_cached(lambda partial: _store(files, max_length, partial), folder)
     return DocumentIndex(map_array(folder / _TARGETS), map_array(folder / _SAMPLES))
 
 

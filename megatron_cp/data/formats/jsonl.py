@@ -48,7 +48,7 @@ def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
     identifiers = list(tokenizer.unique_identifiers.items())
     name = cache_key(_FORMAT, stamp, identifiers, config.text_key, config.prompt_key, config.response_key)
     folder = cache_root(config.path_to_cache, file) / f"jsonl-{name}"
-    build_cached(lambda aside: _tokenize(file, tokenizer, config, str(aside / _NAME)), folder)
+    build_cached(lambda partial: _tokenize(file, tokenizer, config, str(partial / _NAME)), folder)
     return str(folder / _NAME)
 
 

@@ -170,11 +170,11 @@ def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequenc
         with hidden_process_group():
             return _build_with_megatron_core(config, tokenizer, parts, samples, cache)
 
-    def fill(aside: Path) -> None:
+    def fill(partial: Path) -> None:
         for each in files.values():
             check_lengths(each)
         try:
-            build(aside)
+            build(partial)
         except IndexError as error:  # a blend needs more samples of a file than it has
             raise DataError(str(error)) from error
 

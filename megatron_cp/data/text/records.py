@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.common.errors import DataError, shown
+from megatron_cp.common.errors import DataError, join_limited
 from megatron_cp.common.input_files import read_json
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
@@ -78,7 +78,7 @@ def check_records(paths: Sequence[str], data: DatasetConfig, tokenizer: Tokenize
         logger.warning(
             "%s: the first document does not begin with %s, as this tokenizer's documents do; training continues. "
             f"Fix: run megatron-cp preprocess again, or set {NAME.tokenizer.add_bos}=false to silence this warning",
-            shown(without, ", "),
+            join_limited(without, ", "),
             " ".join(map(tokenizer.name_of, tokenizer.prefix)),
         )
     elif tokenizer.prefix and not without:

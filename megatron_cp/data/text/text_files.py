@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.errors import DataError, readable, shown
+from megatron_cp.common.errors import DataError, join_limited, readable
 from megatron_cp.common.input_files import decode_text, read_bytes
 from megatron_cp.data.formats.jsonl import read_lines, text_under
 
@@ -64,7 +64,7 @@ def left_out(others: Counter[str], suffixes: Sequence[str]) -> str:
     if not others:
         return ""
     by_number = sorted(others, key=lambda suffix: (-others[suffix], suffix))
-    text = shown([f"{others[suffix]:,} {suffix or 'without a suffix'}" for suffix in by_number], ", ") + "."
+    text = join_limited([f"{others[suffix]:,} {suffix or 'without a suffix'}" for suffix in by_number], ", ") + "."
     packed = [suffix for suffix in by_number if suffix in _PACKED]
     plain = [suffix for suffix in by_number if suffix not in _PACKED]
     if plain:  # together with the current suffixes, which the option replaces

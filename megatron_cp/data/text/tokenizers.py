@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.atomic_files import written_aside
+from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
@@ -227,7 +227,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[
     tokenizer.train_from_iterator(texts, trainer)
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with written_aside(folder / "tokenizer_config.json", folder / "tokenizer.json") as (settings, learned):
+    with atomic_write(folder / "tokenizer_config.json", folder / "tokenizer.json") as (settings, learned):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
         settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(str(learned))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.common.atomic_files import written_aside
+from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import DataError
 from megatron_cp.data.text.records import ENDING, write_record
 from megatron_cp.data.text.tokenizers import Tokenizer
@@ -43,7 +43,7 @@ def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[A
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds
 
-    with written_aside(*(Path(prefix + ending) for ending in (".bin", ENDING, ".idx"))) as (tokens, record, index):
+    with atomic_write(*(Path(prefix + ending) for ending in (".bin", ENDING, ".idx"))) as (tokens, record, index):
         builder = IndexedDatasetBuilder(str(tokens), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         yield builder
         if not builder.sequence_lengths:

@@ -86,7 +86,7 @@ class DynamicBatches:
         global_batch_size: samples of an optimizer step.
         scheduler: function from lengths and cost model to a schedule of the domain; equal on every rank.
         groups: this rank's process groups.
-        keep_step: ranks must run equally many microbatches (pipeline stages), with dummies in idle slots. Otherwise a
+        lockstep: ranks must run equally many microbatches (pipeline stages), with dummies in idle slots. Otherwise a
             rank skips microbatches without work, but runs at least one a step.
         cost: cost model of the schedules; see :meth:`use_cost`.
         longest: largest number of tokens of a sample.
@@ -100,7 +100,7 @@ class DynamicBatches:
         scheduler: Scheduler,
         groups: DynamicGroups,
         *,
-        keep_step: bool,
+        lockstep: bool,
         device: torch.device | str = "cpu",
         consumed_samples: int = 0,
         cost: CostModel = DEFAULT_COST,
@@ -111,7 +111,7 @@ class DynamicBatches:
         self._size = global_batch_size
         self._scheduler = scheduler
         self._groups = groups
-        self._keep_step = keep_step
+        self._lockstep = lockstep
         self._device = device
         self._longest = longest
         self._consumed = consumed_samples
@@ -137,7 +137,7 @@ class DynamicBatches:
         lengths = self._lengths(samples)
         schedule = self._scheduler(lengths, cost)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))
-        if not self._keep_step:
+        if not self._lockstep:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
         packs = tuple(

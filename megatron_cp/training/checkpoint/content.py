@@ -19,7 +19,7 @@ from megatron_cp.common.errors import UnusableCheckpoint
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.mcore.checkpoint_reader import COMMON_FILE, load_common_file, load_object
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS, read_checksums, read_common_bytes
-from megatron_cp.training.checkpoint.settings import is_number, problems_of_settings, shown, with_defaults
+from megatron_cp.training.checkpoint.settings import is_number, problems_of_settings, short_repr, with_defaults
 
 # Format of a checkpoint's non-tensor state; newer formats cannot be read.
 FORMAT = 1
@@ -146,7 +146,7 @@ def read_common(folder: Path, verify: bool = True) -> dict[str, Any]:
         common = load_object(io.BytesIO(content), f"{folder}: common_state")
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     if not isinstance(common, dict):
-        raise UnusableCheckpoint(f"{folder}: common_state is {shown(common)}, expected a mapping")
+        raise UnusableCheckpoint(f"{folder}: common_state is {short_repr(common)}, expected a mapping")
     version = common.get("format")
     if version is None or (type(version) is int and version > FORMAT):
         return common  # check_format reports other programs and newer versions
@@ -173,15 +173,15 @@ def _problems(value: Any, expected: Any, path: str) -> Iterator[str]:
     name = path.rstrip(".") or "common_state"
     if isinstance(expected, _Value):
         if not expected.accepts(value):
-            yield f"{name} is {shown(value)}, expected {expected.description}"
+            yield f"{name} is {short_repr(value)}, expected {expected.description}"
     elif isinstance(expected, list):
         if not isinstance(value, list | tuple):
-            yield f"{name} is {shown(value)}, expected a list"
+            yield f"{name} is {short_repr(value)}, expected a list"
             return
         for index, each in enumerate(value):
             yield from _problems(each, expected[0], f"{path}{index}.")
     elif not isinstance(value, dict):
-        yield f"{name} is {shown(value)}, expected a mapping"
+        yield f"{name} is {short_repr(value)}, expected a mapping"
     else:
         for key, inner in expected.items():
             wanted = key.removesuffix("?")

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_cp.common.atomic_files import to_disk, write_text
-from megatron_cp.common.errors import ConfigError, UnusableCheckpoint, shown
+from megatron_cp.common.errors import ConfigError, UnusableCheckpoint, join_limited
 from megatron_cp.common.input_files import read_bytes
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.checkpoint_index import read_index
@@ -91,7 +91,7 @@ def suggest_folder(root: str | Path, typed: Callable[[Path, int | None], str]) -
     if others:
         return f"{typed(run, others[-1])} (the newest checkpoint of {run})"
     runs = sorted(inside.name for inside in path.glob("*") if saved_iterations(inside)) if os.path.isdir(path) else []
-    return f"{typed(path / runs[0], None)} (run folders in {path}: {shown(runs, ', ')})" if runs else ""
+    return f"{typed(path / runs[0], None)} (run folders in {path}: {join_limited(runs, ', ')})" if runs else ""
 
 
 def create_partial(final: Path) -> Path:

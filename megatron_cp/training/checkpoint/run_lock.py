@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_cp.common.errors import RuntimeFault, shown, shown_ranks
+from megatron_cp.common.errors import RuntimeFault, format_ranks, join_limited
 from megatron_cp.config.names import NAME
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
 from megatron_cp.training.checkpoint.file_lock import FileLock
@@ -64,9 +64,9 @@ def lock_run_folder(folder: Path, longest_wait: float = math.inf) -> Iterator[No
         hosts = gather_objects("" if sees_it else socket.gethostname())
         without = [rank for rank, host in enumerate(hosts) if host]
         if without:
-            where = shown(list(dict.fromkeys(filter(None, hosts))), ", ")
+            where = join_limited(list(dict.fromkeys(filter(None, hosts))), ", ")
             raise RuntimeFault(
-                f"{NAME.checkpoint.save}={folder}: {shown_ranks(without)} ({where}) cannot see the folder of rank 0 "
+                f"{NAME.checkpoint.save}={folder}: {format_ranks(without)} ({where}) cannot see the folder of rank 0 "
                 f"({owner}); training not started. Fix: set {NAME.checkpoint.save} to a folder that all nodes share",
                 on_all_ranks=True,
             )

@@ -24,16 +24,16 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
         value = config.get(section, {})
         if not is_dataclass(kind):
             if not _fits(value, kind):
-                yield f"config.{section} is {shown(value)}, expected {describe(kind)}"
+                yield f"config.{section} is {short_repr(value)}, expected {describe(kind)}"
             continue
         if not isinstance(value, dict):
-            yield f"config.{section} is {shown(value)}, expected a mapping"
+            yield f"config.{section} is {short_repr(value)}, expected a mapping"
             continue
         for name, of in hints(kind).items():  # type: ignore[arg-type]
             if name in value and not _fits(value[name], of):
-                yield f"config.{section}.{name} is {shown(value[name])}, expected {describe(of)}"
+                yield f"config.{section}.{name} is {short_repr(value[name])}, expected {describe(of)}"
             elif facts_of(kind)[name].kind == "size" and not facts_of(kind)[name].allows(value.get(name)):
-                yield f"config.{section}.{name} is {shown(value[name])}, expected an integer of at least 1"
+                yield f"config.{section}.{name} is {short_repr(value[name])}, expected an integer of at least 1"
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -61,7 +61,7 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return config | filled
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a short representation of any value."""
     try:
         return reprlib.repr(value)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cp.common.errors import shown
+from megatron_cp.common.errors import join_limited
 from megatron_cp.parallel.collectives import gather_objects, max_over_ranks
 from megatron_cp.training.setup import Run
 
@@ -77,7 +77,7 @@ def origin(run: Run, repeat: Callable[[], float]) -> tuple[str, bool]:
     gathered = gather_objects((min(seen, default=None), bad[:3]), run.all_ranks)
     damaged = [f"{name} on rank {other}" for other, (_, names) in enumerate(gathered) for name in names]
     if damaged:
-        return f"the parameters are not finite: {shown(damaged, ', ', most=4)}", True
+        return f"the parameters are not finite: {join_limited(damaged, ', ', most=4)}", True
     events = sorted(event for event, _ in gathered if event is not None)
     if events:
         others = [str(event.rank) for event in events[1:9]]

@@ -81,7 +81,7 @@ class PackedSteps:
             size,
             scheduler or partial(make_schedule, model, layout),
             run.dynamic_groups,
-            keep_step=is_lockstep(model),
+            lockstep=is_lockstep(model),
             device=run.device,
             consumed_samples=consumed_samples,
             cost=self._costs.cost,

@@ -1,10 +1,10 @@
-"""mamba-ssm's real kernels on a machine without a GPU, interpreted.
+"""Run mamba-ssm's real kernels on a machine without a GPU, in Triton's interpreter.
 
-``mamba_split_conv1d_scan_combined``, which a GPU's Mamba layers are computed by, is Python over Triton kernels and over
+``mamba_split_conv1d_scan_combined`` computes Mamba layers on a GPU. It is Python over Triton kernels and over
 causal-conv1d, which is Python over a compiled extension. :func:`load` imports the real Python of both packages. Triton
-interprets the kernels, and :mod:`tests.doubles.mamba_on_cpu.extension` stands for the extension. So our use of them is
-tried against what they really take and compute. What this cannot show: speed, and what Triton's compiler, the
-extension's kernels and a GPU's memory do.
+interprets the kernels, and :mod:`tests.doubles.mamba_on_cpu.extension` replaces the extension. Our calls are tested
+against what the packages really accept and compute. Not covered: speed, Triton's compiler, the extension's kernels and
+GPU memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from tests.doubles import pretend_gpu
 from tests.doubles.triton_on_cpu import interpret
 
-FOLDER = "MEGATRON_CP_MAMBA_FOLDER"  # environment variable: where mamba-ssm and causal-conv1d were installed
+FOLDER = "MEGATRON_CP_MAMBA_FOLDER"  # environment variable: folder of mamba-ssm and causal-conv1d
 
 
 def _one_of(configurations: list[Any]) -> list[Any]:
-    """Nothing is tuned: of a kernel's block sizes the middle ones, which are not slow here."""
+    """Choose the middle of a kernel's block sizes instead of tuning: these are not slow here."""
 
     def work(configuration: Any) -> int:
         product = 1
@@ -38,24 +38,24 @@ def _one_of(configurations: list[Any]) -> list[Any]:
 
 
 def load() -> None:
-    """Import mamba-ssm from the folder in the environment. It computes all Mamba layers, but those in float64.
+    """Import mamba-ssm from the folder in the environment. It computes all Mamba layers, except those in float64.
 
-    On a pretended GPU the layers that it would compute on a real one.
+    On a pretended GPU it computes the layers that it would compute on a real one.
     """
     pretended = pretend_gpu.loaded()
     if torch.cuda.is_available() and not pretended:
         raise RuntimeError("there is a GPU: use the real mamba-ssm")
     folder = Path(os.environ[FOLDER])
-    sys.path.insert(0, str(folder))  # before the real one, where it is installed too
+    sys.path.insert(0, str(folder))  # before an installed real one
     interpret()
-    importlib.import_module("megatron.core")  # which hides them where there is no GPU, as do pretended ones
+    importlib.import_module("megatron.core")  # mamba-ssm hides them without a GPU, and on a pretended one
     for package in ("mamba_ssm", "causal_conv1d"):
         del sys.modules[package]
     import triton
 
     autotune = triton.autotune
     triton.autotune = lambda configs, *args, **kwargs: autotune(_one_of(configs), *args, **kwargs)
-    if not pretended:  # what kernels are launched with
+    if not pretended:  # launch options of kernels
         torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
         torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
 

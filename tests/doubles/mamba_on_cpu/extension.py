@@ -1,6 +1,6 @@
-"""What ``causal_conv1d_cuda`` (1.7.0) is asked for, computed by PyTorch; it refuses what that refuses.
+"""Compute what ``causal_conv1d_cuda`` (1.7.0) computes, in PyTorch, and refuse what it refuses.
 
-The signatures are its own. Everything is computed in float32, as there, and written into the given tensors.
+The signatures are the real ones. Everything is computed in float32, as there, and written to the given tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def causal_conv1d_bwd(
 
 
 def _columns(x: Tensor, weight: Tensor, seq_idx: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Each column of the weight, how far back its tokens are, these tokens, and whether they are of the sequence."""
+    """Yield each column of the weight, the distance of its tokens, the tokens, and whether they are in the sequence."""
     length, width = x.shape[-1], weight.shape[1]
     numbers = seq_idx if seq_idx is not None else x.new_zeros(1, length, dtype=torch.int32)
     for column in range(width):
@@ -87,7 +87,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, *oth
         if last:
             _require(channels % 8 == 0 and tensor.stride(1) == 1, "channels last, eights of them")
             _require(tensor.stride(2) % 8 == 0 and tensor.stride(0) % 8 == 0, "strides of eights")
-            # Not asked there: a GPU reads 16 bytes at once, and it is an error where they do not begin at a sixteenth.
+            # The extension does not check this. A GPU reads 16 bytes at a time, and fails at other addresses.
             _require(tensor.data_ptr() % 16 == 0, "alignment")
 
 

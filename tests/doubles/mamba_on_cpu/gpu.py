@@ -1,6 +1,7 @@
 """Runs on a pretended GPU choose mamba-ssm's kernel in half precision, and never in float32.
 
-Not collected by itself: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs it in a process that pretends.
+Not collected directly: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this file in a process with a pretended
+GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A mixer that mamba-ssm's kernel computes is what ours is: outputs and all gradients, shared by ranks and packed.
+"""A mixer computed by mamba-ssm's kernel equals ours: outputs and all gradients, over ranks and packs.
 
-Not collected by itself: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs it in a process that has mamba-ssm.
+Not collected directly: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this file in a process that has
+mamba-ssm.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from tests.unit_tests.training.layouts.cases import CP2
 
 Overrides = dict[str, Any]
 
-# Three of the kernel's chunks. On two ranks, which fill up to fours, a sequence starts where the second does.
+# Three of the kernel's chunks. On two ranks, which pad to multiples of four, a sequence starts with the second rank.
 LENGTHS = (3, 123, 1, 171)
 
-# Of outputs and of gradients, in parts of the largest value. In float32 ours are within 1e-6. mamba-ssm adds up the
-# exponents of a chunk in float32 (we in float64), and a time step is log(1 + exp(x)), of which 1 + exp(x) is rounded:
-# the worst found are 2e-6 and 1.4e-5. In bf16, one rounding is up to 0.004 of the largest value; the worst found are
+# Tolerances of outputs and of gradients, relative to the largest value. In float32 ours are within 1e-6. mamba-ssm adds
+# the exponents of a chunk in float32 (ours in float64), and rounds 1 + exp(x) in the time step log(1 + exp(x)). The
+# worst errors found are 2e-6 and 1.4e-5. In bf16 one rounding is up to 0.004 of the largest value; the worst errors are
 # 0.0101 and 0.0187.
 TOLERANCES = {torch.float32: (4e-6, 3e-5), torch.bfloat16: (0.012, 0.04)}
 
 
-# A head takes a second where the machine is not busy.
+# A head takes a second on an idle machine.
 run_ranks = functools.partial(ranks.run_ranks, timeout=280)
 
 
 class Counted:
-    """mamba-ssm's kernel, and the heads and groups that it is called with."""
+    """mamba-ssm's kernel, with the heads and groups of each call."""
 
     def __init__(self) -> None:
         self.kernel, self.calls = mamba.fused_kernel, []
@@ -51,7 +52,7 @@ class Counted:
 
 
 def check(world: int, overrides: Overrides, dtype: torch.dtype, calls: list[list[tuple[int, int]]], **how: Any) -> None:
-    """On so many ranks, of which each calls the kernel with these heads and groups."""
+    """Check on several ranks, each of which calls the kernel with these heads and groups."""
     results = run_ranks(packs, world, overrides, dtype, how)
     assert [called for *_, called in results] == calls
     for output, gradient, padding_is_zero, _ in results:
@@ -60,7 +61,7 @@ def check(world: int, overrides: Overrides, dtype: torch.dtype, calls: list[list
 
 
 def packs(overrides: Overrides, dtype: torch.dtype, how: dict[str, Any]) -> tuple[float, float, bool, list]:
-    """Against one rank, one sequence after the other, by our own scan in float64."""
+    """Compare with one rank that runs one sequence after the other with our own scan in float64."""
     mamba.FUSED_ELEMENTS = how.get("limit", mamba.FUSED_ELEMENTS)
     set_deterministic_mode(how.get("deterministic"))
     counted = Counted()
@@ -116,7 +117,7 @@ def test_a_hybrid_trains_with_it_as_with_our_scan() -> None:
 
 
 @pytest.mark.slow
-def test_nan_in_the_padding_stays_there() -> None:
+def test_nan_in_padding_does_not_spread() -> None:
     check(2, heads(4, 2), torch.float32, [[(2, 1)], [(2, 1)]], rubbish=float("nan"))
 
 
@@ -133,18 +134,18 @@ def test_its_deterministic_kernels() -> None:
         pytest.param((5, 5), [(1, 1)] * 5, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_too_large_for_it_is_computed_in_parts(model: tuple[int, int], calls: list[tuple[int, int]]) -> None:
-    """Each head has 65 features, each group 32 and in a chunk's products 128: what has 200 is halved."""
+def test_sizes_over_the_kernels_limit_are_split(model: tuple[int, int], calls: list[tuple[int, int]]) -> None:
+    """Each head has 65 features, each group 32, and a chunk's products 128: a size of 200 is halved."""
     check(1, heads(*model, head_dim=32, state_dim=16), torch.float32, [calls], limit=(sum(LENGTHS) + 4) * 200)
 
 
-def test_sizes_that_it_refuses_are_left_to_our_scan() -> None:
+def test_our_scan_computes_sizes_that_the_kernel_refuses() -> None:
     """causal-conv1d reads eight channels at a time."""
     check(2, heads(4, 2, head_dim=6, state_dim=8), torch.float32, [[], []])
 
 
 def dense(dtype: torch.dtype) -> tuple[float, float, list]:
-    """Two sequences beside each other, no pack."""
+    """Return two sequences in a batch, without a pack."""
     length, counted = 132, Counted()
     mixer, groups = mixer_of(heads(2, 1))
     generator = torch.Generator().manual_seed(1)

@@ -1,10 +1,9 @@
-"""A machine that says it has a GPU: what runs is the path of a GPU, on the CPU.
+"""Pretend that the machine has a GPU: the code for a GPU runs on the CPU.
 
-See :mod:`tests.doubles.pretend_gpu.placement`.
-``load()`` before megatron-core is imported. From then on ``torch.cuda.is_available()`` is true, recipes choose bf16,
-CUDA and NCCL, our attention takes PyTorch's CUDA kernels and models are built on ``cuda``, in this process and in those
-that it forks. Messages are gloo's. What this cannot show is what only a device does: streams that overtake each other,
-kernels' rounding, memory, speed.
+See :mod:`tests.doubles.pretend_gpu.placement`. Call ``load()`` before megatron-core is imported. From then on
+``torch.cuda.is_available()`` is true, recipes choose bf16, CUDA and NCCL, our attention calls PyTorch's CUDA kernels,
+and models are built on ``cuda``: in this process and in processes forked from it. gloo carries the messages. Not
+covered is what only a device does: streams that overtake each other, rounding of kernels, memory, speed.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from tests.doubles.pretend_gpu.placement import Kernels, Placement
 VARIABLE = "MEGATRON_CP_PRETEND_GPU"
 GPUS = 8
 _index = 0
-# The process that did so first: this one, or one that it was forked from.
+# The process that started CUDA: this one, or one that it was forked from.
 _started_in: int | None = None
 _backward_in: int | None = None
-_nccl: set[str] = set()  # names of the groups that were asked of NCCL
+_nccl: set[str] = set()  # names of the groups requested from NCCL
 
 
 def _start() -> None:
-    """CUDA starts with the first thing that is asked of a device, and then in no process that is forked."""
+    """Start CUDA at the first request to a device, and fail in a process forked after that."""
     global _started_in
     if _started_in not in (None, os.getpid()):
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
@@ -116,7 +115,7 @@ def _named_nccl(backend: Any) -> bool:
 
 
 def _with_gloo_for_nccl() -> None:
-    """NCCL's groups are gloo's, and remembered."""
+    """Create groups of NCCL with gloo, and record their names."""
     init, new = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -184,10 +183,10 @@ def load() -> None:
 
 
 def _in_backward_passes_too() -> None:
-    """torch calls what it intercepts with no mode active; a backward pass is such a call, and runs Python.
+    """Intercept backward passes too: torch calls what it intercepts without a mode, and a backward pass is such a call.
 
-    Where there is a GPU a process's first one starts CUDA and a thread for it, also if all tensors are the host's, and
-    is refused to a process that was forked from one with such threads.
+    On a GPU machine the first backward pass starts CUDA and a thread for it, even if all tensors are on the host. In a
+    process forked from one with such threads it fails.
     """
     run = torch.autograd.graph._engine_run_backward
 

@@ -1,4 +1,4 @@
-"""PyTorch's kernels that exist on CUDA alone and that our attention calls, computed by the rule of their signatures."""
+"""Compute PyTorch's CUDA-only kernels that our attention calls, with their signatures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 def _scores(
     q: Tensor, k: Tensor, scale: float | None, causal: bool, left: int | None, right: int | None, longest: int
 ) -> Tensor:
-    """[b, h, s, s'] in float32 of [b, s, h, d], the window counted from the diagonal that ends in the last corner.
+    """Return scores [b, h, s, s'] in float32 of [b, s, h, d]; the window counts from the bottom-right diagonal.
 
-    ``longest``: the most keys that a sequence of the launch has, by which FlashAttention judges the limits.
+    ``longest``: the most keys of a sequence of the launch, which FlashAttention uses to judge the limits.
     """
     heads = q.shape[2] // k.shape[2]
     q, k = (x.float().transpose(1, 2) for x in (q, k))
@@ -44,7 +44,7 @@ def _check(*tensors: Tensor) -> None:
 def _check_lengths(
     q: Tensor, k: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int
 ) -> list[tuple[slice, slice]]:
-    """The rows of each sequence's queries and keys."""
+    """Check the rows of each sequence's queries and keys."""
     ends = []
     for x, cumulative, longest in ((q, cum_q, max_q), (k, cum_k, max_k)):
         if x.ndim != 3 or cumulative.dtype != torch.int32 or not cumulative.is_contiguous():
@@ -61,7 +61,7 @@ def _check_lengths(
 
 
 def _numbers(x: Tensor) -> list[int]:
-    """A kernel's own look at its arguments, for which the host does not wait."""
+    """Read arguments as the kernel does, without making the host wait."""
     with torch._C.DisableTorchFunction():
         return torch._C.TensorBase.tolist(x)
 
@@ -130,12 +130,12 @@ def _backward(
 
 
 def cudnn_can(parameters: Any, debug: bool = False) -> bool:
-    """``torch.backends.cuda.can_use_cudnn_attention``, as far as our attention can ask for what cuDNN has not."""
+    """Replace ``torch.backends.cuda.can_use_cudnn_attention`` for the features that our attention uses."""
     q, v = parameters.query, parameters.value
     return not (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or v.shape[-1] % 8)
 
 
-_graphs: dict[Any, Any] = {}  # what the graph that PyTorch finds for a backward pass was built for
+_graphs: dict[Any, Any] = {}  # shapes of the graph that PyTorch cached for a backward pass
 
 
 def _check_cudnn(*tensors: Tensor) -> None:
@@ -174,7 +174,7 @@ def _cudnn_backward(
 
 
 def _rows_apart(x: Tensor) -> Tensor:
-    """[b, h, s, d] as PyTorch lays out cuDNN's results, in the order of our queries' strides."""
+    """Lay out [b, h, s, d] as PyTorch lays out cuDNN's results, in the order of our queries' strides."""
     return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 

@@ -1,13 +1,13 @@
-"""Messages as NCCL carries them: in the order in which they are sent, without tags, and not yet there.
+"""Check messages against NCCL's rules: delivered in the order sent, without tags, and not before ``wait``.
 
-gloo, which carries them here, is kinder in three ways, and each would hide a fault:
+gloo, which carries them here, is more lenient in three ways, and each would hide a fault:
 
-- It tells messages between the same two ranks apart by their tags. NCCL hands over the first that was sent.
-- Its sends and collectives wait for nobody else's. NCCL's wait for those before them in their group.
-- It has often delivered before ``wait`` is called. :func:`too_early` knows better: until then no kernel may read or
-  write what is received into, nor write what is sent, nor may either's memory be given away.
+- gloo matches messages between two ranks by their tags. NCCL delivers the first that was sent.
+- gloo's sends and collectives are independent of each other. NCCL's wait for earlier ones of their group.
+- gloo has often delivered before ``wait`` is called. :func:`too_early` finds accesses before that: no kernel may read
+  or write a receive buffer or write a send buffer, and the memory of neither may be released.
 
-:func:`carry` takes what all ranks sent, and waited for, through NCCL's order.
+:func:`carry` replays what all ranks sent, and waited for, in NCCL's order.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Region(NamedTuple):
 class Message:
     """One end of a message, or a rank's part in a collective.
 
-    group: ranks of the group. peer: the other end's rank in the group; None for a collective. batch: of the sends and
-    receives that begin together; None for one that is alone.
+    group: ranks of the group. peer: the other end's rank in the group; None for a collective. batch: of sends and
+    receives that begin together; None for a single one.
     """
 
     number: int
@@ -76,16 +76,16 @@ class Message:
 
 @dataclass
 class _Ledger:
-    """What this process sent."""
+    """Messages that this process sent."""
 
-    events: list[Message | int] = field(default_factory=list)  # an int: it waits for the message of that number
-    # What messages read from or write to, kept alive, as NCCL does: the tensor, its memory, and which of the two.
+    events: list[Message | int] = field(default_factory=list)  # an int: wait for the message of that number
+    # Buffers of messages, kept alive as NCCL does: the tensor, its memory, and whether it is read or written.
     under_way: dict[int, list[tuple[Tensor, Region, str]]] = field(default_factory=dict)
-    opened: list[int] | None = None  # the messages of the call that is being made
+    opened: list[int] | None = None  # messages of the present call
     number: int = 0
     batch: int | None = None
     batches: int = 0
-    by_torch: int = 0  # calls of torch.distributed that are being made: what gloo copies then is its own affair
+    by_torch: int = 0  # present calls of torch.distributed: gloo's own copies during them do not count
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -95,7 +95,7 @@ ledger = _Ledger()
 
 
 def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
-    """A message that is about to be sent or received."""
+    """Record a message that is about to be sent or received."""
     ledger.number += 1
     p2p = name in ("send", "recv_")
     used, shapes = [], []
@@ -111,14 +111,14 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
         message = Message(ledger.number, ranks, name, tuple(sorted({dtype for _, dtype in shapes})))
     ledger.events.append(message)
     ledger.under_way[ledger.number] = used
-    if ledger.opened is None:  # sent by no function of torch.distributed's that we know
+    if ledger.opened is None:  # sent by an unknown function of torch.distributed
         arrived(ledger.number)
     else:
         ledger.opened.append(ledger.number)
 
 
 def _tensors(func: Any, args: tuple) -> Iterator[tuple[Tensor, bool]]:
-    """A collective's tensors, and whether they are received into; torch's schemas mark no writes."""
+    """Return a collective's tensors, and whether they are received into; torch's schemas mark no writes."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         in_place = argument.name == "tensors"
         for tensor in tensors_in(value):
@@ -135,7 +135,7 @@ def arrived(number: int) -> None:
 
 
 def too_early(tensors: Sequence[tuple[Tensor, bool]]) -> str | None:
-    """What is wrong with a kernel that is given these tensors (and whether it writes to them) now."""
+    """Return what is wrong with a kernel that gets these tensors (and whether it writes to them) now."""
     if ledger.by_torch or not ledger.under_way:
         return None
     for tensor, written in tensors:
@@ -157,7 +157,7 @@ def _by_torch() -> Iterator[None]:
 
 
 class Work:
-    """torch's, and which messages it stands for."""
+    """Torch's Work, with the messages that it stands for."""
 
     def __init__(self, work: Any, numbers: list[int]) -> None:
         self._work, self._numbers = work, numbers
@@ -182,7 +182,7 @@ class Work:
 
 
 def observe() -> None:
-    """Have torch.distributed's functions say which messages a ``wait`` is for."""
+    """Wrap torch.distributed's functions to record which messages a ``wait`` is for."""
     for name in _CALLS:
         _replace(name, _observed(getattr(dist, name)))
     send_batch = dist.batch_isend_irecv
@@ -207,7 +207,7 @@ def _replace(name: str, function: Callable) -> None:
 
 @contextmanager
 def _sending() -> Iterator[list[int]]:
-    """In a function of torch.distributed's; yields the messages that it sends."""
+    """Enter a function of torch.distributed; yield the messages that it sends."""
     outer, ledger.opened = ledger.opened, []
     try:
         with _by_torch():
@@ -221,7 +221,7 @@ def _observed(function: Callable) -> Callable:
     def send(*args: Any, **kwargs: Any) -> Any:
         with _sending() as opened:
             work = function(*args, **kwargs)
-        if isinstance(work, distributed_c10d._IllegalWork):  # a coalescing manager sends, and may be waited for
+        if isinstance(work, distributed_c10d._IllegalWork):  # a coalescing manager sends, and has a wait
             return work
         if work is not None and hasattr(work, "wait"):
             return Work(work, opened)
@@ -233,7 +233,7 @@ def _observed(function: Callable) -> Callable:
 
 
 def _coalescing(coalesce: Callable) -> Callable:
-    """A manager sends at its end what was asked for inside: synchronously, or it is waited for."""
+    """Record a coalescing manager: it sends at its end, synchronously or with a wait later."""
 
     @functools.wraps(coalesce)
     @contextmanager
@@ -250,15 +250,15 @@ def _coalescing(coalesce: Callable) -> Callable:
 
 
 def carry(ranks: Sequence[list[Message | int]], one_stream: bool = False) -> int:
-    """Carry what the ranks sent as NCCL does, and return how many messages there were.
+    """Replay what the ranks sent as NCCL does, and return the number of messages.
 
-    A group's messages are one after the other: a rank's next collective or batch begins when the last one is done.
-    Those that are sent alone have a stream for each two ranks, or with ``one_stream`` (as where groups are started with
-    a device) the group's. A collective is done when it is the next of all ranks of its group, and a send or receive
-    when its other end is under way. A rank that waits sends nothing more until then.
+    Messages of a group run one after the other: a rank's next collective or batch begins when the last one has
+    finished. Single messages have a stream for each pair of ranks. With ``one_stream`` (as for groups created with a
+    device) they use the group's stream. A collective finishes when it is next on all ranks of its group. A send or
+    receive finishes when its other end has started. A waiting rank sends nothing more.
 
     Raises:
-        AssertionError: ranks wait for each other for ever, or the two ends of a message are not of the same message.
+        AssertionError: ranks deadlock, or the two ends of a message belong to different messages.
     """
     rest = [deque(events) for events in ranks]
     streams: dict[tuple, deque[list[Message]]] = defaultdict(deque)

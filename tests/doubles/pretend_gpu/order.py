@@ -1,6 +1,6 @@
-"""What ranks send in a training step, carried as NCCL carries it. See :mod:`tests.doubles.pretend_gpu.messages`.
+"""Replay the messages of a training step in NCCL's order. See :mod:`tests.doubles.pretend_gpu.messages`.
 
-Run by ``tests/unit_tests/doubles/test_pretend_gpu.py``, in a process that pretends.
+``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a process with a pretended GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Events = list[Message | int]
 
 
 def sent(overrides: dict[str, Any]) -> Events:
-    """In two steps, by this rank."""
+    """Return the messages of this rank in two steps."""
     run, batches = start(tiny_config(**overrides))
     ledger.clear()
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_nccl_carries_packs(name: str, tmp_path: Path) -> None:
 
 
 def pp(stages: int, virtual: int, **more: Any) -> dict[str, Any]:
-    """Packs through a pipeline of virtual stages of one layer, or two."""
+    """Return settings for packs through a pipeline of virtual stages of one or two layers."""
     return DYNAMIC | {
         "model__pipeline_model_parallel_size": stages,
         "model__virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
@@ -118,7 +118,7 @@ def pair(number: int, size: int = 3) -> torch.Tensor:
 
 
 def by_tag() -> Events:
-    """gloo gives each receive the message with its tag, whatever came first."""
+    """Receive in another order than sent: gloo matches by tag."""
     other, works = 1 - dist.get_rank(), []
     first, second = pair(0), pair(0)
     operations = [(dist.isend, pair(1), 1), (dist.isend, pair(2), 2), (dist.irecv, second, 2), (dist.irecv, first, 1)]
@@ -130,7 +130,7 @@ def by_tag() -> Events:
 
 
 def both_send_first() -> Events:
-    """gloo's receives wait for no send before them."""
+    """Send before receiving on both ranks: gloo's receives wait for no earlier send."""
     other, received = 1 - dist.get_rank(), pair(0)
     for work in (dist.isend(pair(1), other), dist.irecv(received, other)):
         work.wait()
@@ -138,7 +138,7 @@ def both_send_first() -> Events:
 
 
 def in_another_order() -> Events:
-    """gloo's messages wait for no collective of the same group."""
+    """Order messages and collectives differently on two ranks: gloo's messages wait for no collective."""
     rank, x = dist.get_rank(), pair(1)
     work = None if rank else dist.all_reduce(pair(1), async_op=True)
     send = [dist.P2POp(dist.irecv if rank else dist.isend, x, group_peer=1 - rank)]
@@ -155,7 +155,7 @@ def in_another_order() -> Events:
     ("send", "message"),
     [(by_tag, "which is taken for"), (both_send_first, "for ever"), (in_another_order, "for ever")],
 )
-def test_what_nccl_could_not_carry_is_noticed(send: Callable, message: str) -> None:
+def test_orders_that_deadlock_nccl_raise(send: Callable, message: str) -> None:
     events = run_ranks(send, 2)
     with pytest.raises(AssertionError, match=message):
         carry(events)
@@ -163,7 +163,7 @@ def test_what_nccl_could_not_carry_is_noticed(send: Callable, message: str) -> N
 
 @contextmanager
 def under_way() -> Any:
-    """A tensor that is being received, and one that is being sent."""
+    """Yield a tensor that is being received, and one that is being sent."""
     other, received, sent = 1 - dist.get_rank(), pair(0, 8), pair(1, 4)
     works = [dist.isend(sent, other), dist.irecv(received[2:6], other)]
     yield received, sent
@@ -183,7 +183,7 @@ def overwrites() -> None:
 
 
 def gives_away() -> None:
-    """As a pipeline frees what it has sent: in the same tensor. A work holds the tensor alone."""
+    """Release memory as a pipeline frees what it has sent: within the tensor. A work alone holds the tensor."""
     with under_way() as (_, sent):
         sent.data = pair(0, 1)
 
@@ -197,7 +197,7 @@ def looks_elsewhere() -> None:
 
 @contextmanager
 def gathering() -> Any:
-    """What ranks gather together, as megatron-core its parameters."""
+    """Gather as megatron-core gathers its parameters, in one coalesced call."""
     whole = [pair(0, 4), pair(0, 2)]
     with dist._coalescing_manager(async_ops=True) as handle:
         for each in whole:
@@ -212,7 +212,7 @@ def reads_what_is_gathered() -> None:
         received.sum()
 
 
-def test_what_is_under_way_is_left_alone() -> None:
+def test_accesses_to_buffers_in_use_raise() -> None:
     run_ranks(looks_elsewhere, 2)
     with pytest.raises(RanksFailed, match=r"TooEarly: sum reads \(8,\), which is being received into"):
         run_ranks(reads, 2)

@@ -1,15 +1,15 @@
-"""Which tensors a GPU would hold, and what it would refuse to do with them.
+"""Track which tensors a GPU would hold, and refuse what it would refuse.
 
-Every tensor really lies in host memory. Its storage carries a mark that says where it would be; ``tensor.device`` and
-its like answer by the mark, ``tensor.to`` changes it, and two modes keep the marks:
+All tensors are in host memory. The storage carries a mark of its pretended place. ``tensor.device`` and similar
+attributes return the mark, ``tensor.to`` changes it, and two modes maintain the marks:
 
-- :class:`Placement` stands between Python and torch: ``device="cuda"`` becomes a mark.
-- :class:`Kernels` stands between torch and its kernels, in backward passes too: a kernel that is given tensors of both
-  places, or a message of NCCL's that is not on a GPU, is refused as CUDA and NCCL refuse it. What makes the host wait
-  for the device is counted, with the line that asked for it.
+- :class:`Placement` is between Python and torch: ``device="cuda"`` becomes a mark.
+- :class:`Kernels` is between torch and its kernels, in backward passes too. It refuses a kernel that gets tensors of
+  both places, and an NCCL message of a host tensor, as CUDA and NCCL do. It counts operations that make the host wait
+  for the device, with the line that caused them.
 
-A tensor that is made inside of torch (autograd's zeros, numpy's memory) has no mark, and takes that of the tensors that
-it meets.
+A tensor created inside torch (autograd's zeros, numpy's memory) has no mark, and gets the mark of the first tensors
+that it is used with.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ waits: collections.Counter[str] = collections.Counter()  # "file:line what" -> h
 
 
 class TooEarly(RuntimeError):
-    """A kernel was given what a message still reads from or writes to."""
+    """Kernel that got a buffer which a message still reads or writes."""
 
 
 class WrongPlace(RuntimeError):
-    """A kernel or a message was given a tensor that is elsewhere."""
+    """Kernel or message that got a tensor of the wrong place."""
 
 
 def place_of(tensor: Tensor) -> str | None:
@@ -74,7 +74,7 @@ def host_waits(why: str) -> None:
 
 
 def _asked_for() -> str:
-    """The nearest line outside of torch and of this package."""
+    """Return the nearest line outside of torch and of this package."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -85,7 +85,7 @@ def _asked_for() -> str:
 
 
 def _wanted(device: Any) -> str:
-    """The place that a ``device=`` means: "cuda:0", 0 and torch.device("cuda") are all the GPU."""
+    """Return the place that a ``device=`` means: "cuda:0", 0 and torch.device("cuda") are all the GPU."""
     return GPU if isinstance(device, int) or torch.device(device).type == "cuda" else HOST
 
 
@@ -105,7 +105,7 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _really_call(method: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """torch's own method; with a mode active it would look for the one in its place."""
+    """Call torch's own method; with a mode active torch would call the replacement."""
     with torch._C.DisableTorchFunction():
         return getattr(torch._C.TensorBase, method)(tensor, *args, **kwargs)
 
@@ -158,7 +158,7 @@ _STAGED_AT_ONCE = 16  # bytes, so that a tiny model's batches are not; CUDA wait
 
 
 def _copied(to: str, non_blocking: bool, on_host: Tensor | None = None) -> None:
-    """The host waits for a copy, also where it asked not to but its own memory is not pinned: that is staged."""
+    """Count a copy as a wait of the host, also a non-blocking one of memory that is not pinned: it is staged."""
     where = "device" if to == GPU else "host"
     if not non_blocking:
         host_waits(f"copy to the {where}")
@@ -167,7 +167,7 @@ def _copied(to: str, non_blocking: bool, on_host: Tensor | None = None) -> None:
 
 
 def answer_by_place() -> None:
-    """What tensors say of themselves to Python, and how they are moved."""
+    """Make tensors report their pretended place, and move by changing it."""
     tensor: Any = Tensor
     tensor.device = property(_device)
     tensor.is_cuda = property(_on_gpu)
@@ -182,7 +182,7 @@ def answer_by_place() -> None:
 
 
 class Placement(TorchFunctionMode):
-    """Python's view: what is made where."""
+    """Mode for Python's view: the place of new tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -214,7 +214,7 @@ _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique
 
 
 class Kernels(TorchDispatchMode):
-    """What reaches the kernels: nothing of two places."""
+    """Mode for the kernels: no kernel gets tensors of two places."""
 
     def __init__(self, gpu_kernels: dict[Any, Callable], goes_by_nccl: Callable[[Any], bool]) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Kernels(TorchDispatchMode):
         if group is None or not self._goes_by_nccl(group):
             return
         if name != "barrier" and any(place == HOST for _, place in placed):
-            raise WrongPlace(f"NCCL was given a tensor in host memory: {_told(name, placed)}")
+            raise WrongPlace(f"NCCL was given a tensor in host memory: {_describe(name, placed)}")
         messages.write_down(name, func, args, dist.ProcessGroup.unbox(group))
 
     def _check_kernel(self, name: str, args: tuple, placed: list[tuple[Tensor, str | None]]) -> None:
@@ -275,11 +275,11 @@ class Kernels(TorchDispatchMode):
             if masks and not ("put" in name and args[2].numel() == 1):  # that is a masked fill
                 host_waits(f"{name} by a mask")
         elif any(x.dim() or name in ("cat", "stack") for x in elsewhere):
-            raise WrongPlace(f"Expected all tensors to be on the same device: {_told(name, placed)}")
+            raise WrongPlace(f"Expected all tensors to be on the same device: {_describe(name, placed)}")
         elif name in _WAITING:
             host_waits(name)
 
 
-def _told(name: str, placed: list[tuple[Tensor, str | None]]) -> str:
+def _describe(name: str, placed: list[tuple[Tensor, str | None]]) -> str:
     given = ", ".join(f"{tuple(x.shape)} on {place or 'either'}" for x, place in placed)
     return f"{name} of {given}, at {_asked_for()}"

@@ -1,6 +1,6 @@
-"""Training steps as a GPU would run them: where the host waits for it, and what is refused.
+"""Run training steps as on a GPU: where the host waits for the device, and what is refused.
 
-Run by ``tests/unit_tests/doubles/test_pretend_gpu.py``, in a process that pretends.
+``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a process with a pretended GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ pytestmark = pytest.mark.gpu  # chosen with those of other files
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
 MTP = {"model__mtp_num_layers": 1}
 TWO = {"model__num_layers": 2}
-# A step waits for its device this often, however many microbatches and layers it has: for what ranks agreed on before
-# it, and at its end for the losses, the gradients' norm, whether they are finite and what else ranks tell each other.
+# A step waits for its device this often, for any number of microbatches and layers: for values that ranks exchange
+# before it, and at its end for losses, gradient norm, finiteness and the other values that ranks exchange.
 OF_A_STEP = {"collectives.py copy to the host": 1, "step.py copy to the host": 1}
 
 # Upstream's: experts' all-to-all, which needs its sizes.
@@ -72,7 +72,7 @@ PACKED: dict[str, Case] = {
     "dynamic, pp2 vpp2": (4, DYNAMIC | PP2 | VPP2 | {"model__max_seqlen_per_dp_cp_rank": 64}, {}),
 }
 
-# Others have what is theirs, or the loop has it; for the slow run.
+# Variants that other cases or the loop cover; for the slow run.
 LIKE_OTHERS = {"pp2 vpp2 cp2", "overlapped", "static", "latent", "hybrid, two tokens further", "hybrid with experts"}
 LIKE_OTHERS |= {
     "dynamic, multi-token prediction, all-to-all",
@@ -84,16 +84,16 @@ LIKE_OTHERS |= {
 
 
 def some(names: Iterable[str], slow: Container[str] = LIKE_OTHERS) -> list[Any]:
-    """Parameters of these names."""
+    """Return parameters of these names."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def without_places(waits: dict[str, int]) -> dict[str, int]:
-    """By file of ours, or none, and kind: upstream's files and all line numbers may change."""
+    """Count by file of ours (or none) and kind: upstream's files and all line numbers may change."""
     found: dict[str, int] = {}
-    for told, count in waits.items():
-        place, kind = told.split(" ", 1)
-        if "te_on_cpu" in place:  # the kernels' stand-ins read what they are given
+    for entry, count in waits.items():
+        place, kind = entry.split(" ", 1)
+        if "te_on_cpu" in place:  # the kernels' stand-ins read their arguments
             continue
         ours = re.search(r"megatron_cp/.*?([a-z_]+\.py)", place)
         name = f"{ours[1]} {kind}" if ours else kind
@@ -139,11 +139,11 @@ def test_a_packed_step_waits_for_no_layer_and_no_microbatch(case: str, tmp_path:
 
 
 class Enough(Exception):
-    """Ends a run."""
+    """Raised to end a run."""
 
 
 class CountingReporter(Reporter):
-    """Takes down how often the host waited since the last iteration was told of; works as the first rank's does."""
+    """Record how often the host waited since the last report; works as the first rank's reporter does."""
 
     def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
         super().__init__(settings, train_iters, Path(), writes=False)
@@ -164,7 +164,7 @@ class CountingReporter(Reporter):
 
 
 def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any]) -> list[dict[str, int]]:
-    """In each iteration but the first, the loop's own work among it."""
+    """Return the waits of each iteration but the first, including the loop itself."""
     more = overrides | {"logger__log_interval": 1}
     config = (
         packed_config(lengths, more | {"model__dynamic_context_parallel_calibration_iters": 0})
@@ -191,10 +191,10 @@ def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any
     ],
     ids=["cp2", "pp2 vpp2", "packed"],
 )
-def test_the_loop_waits_for_nothing_more(
+def test_the_loop_adds_no_waits(
     overrides: dict[str, Any], packed: bool, expected: dict[str, int], tmp_path: Path
 ) -> None:
-    """Neither for what it logs of every step, nor for whether to stop."""
+    """Neither the log of every step nor the check for a stop waits."""
     lengths = lengths_file(tmp_path) if packed else None
     for waits in run_ranks(waits_of_the_loop, 2, str(tmp_path / "run"), lengths, BF16 | overrides):
         assert waits == [expected] * 2
@@ -211,14 +211,14 @@ def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
     return waits_of_a_dense_step(overrides)
 
 
-def test_a_question_in_each_layer_is_noticed() -> None:
-    """Guards the tests above."""
+def test_a_wait_in_each_layer_is_detected() -> None:
+    """Checks that the tests above can fail."""
     [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16 | {"model__apply_rope_fusion": False})
     assert waits["_local_scalar_dense"] == 4 * 2 * 4  # queries and keys of four layers, four microbatches
 
 
 def copies() -> list[int]:
-    """Of each copy, how often the host waits."""
+    """Return how often the host waits for each copy."""
     x, found = torch.arange(8.0), []
     pinned = x.pin_memory()
     selected = pinned.index_select(0, torch.arange(6))
@@ -231,7 +231,7 @@ def copies() -> list[int]:
     return found
 
 
-def test_a_copy_of_memory_that_is_not_pinned_is_noticed() -> None:
+def test_a_copy_of_unpinned_memory_is_detected() -> None:
     assert run_ranks(copies, 1) == [[2, 0, 0, 0, 2, 0]]
 
 
@@ -281,7 +281,7 @@ def of_a_wide_head() -> None:
         (of_a_wide_head, "a head of 12 elements"),
     ],
 )
-def test_what_a_gpu_would_refuse_is_refused(wrong: Callable, message: str) -> None:
+def test_tensors_of_two_places_are_refused(wrong: Callable, message: str) -> None:
     with pytest.raises(RanksFailed, match=message):
         run_ranks(wrong, 1)
 
@@ -297,6 +297,6 @@ def places() -> list[str]:
     return [x.device.type for x in (model.weight, model.weight.grad, *moved, *made)]
 
 
-def test_tensors_are_where_they_were_put() -> None:
+def test_tensors_report_their_device() -> None:
     [found] = run_ranks(places, 1)
     assert found == [*["cuda"] * 3, "cpu", "cpu", "cuda", "cuda", "cpu", "cuda", "cuda", "cuda", "cpu"]

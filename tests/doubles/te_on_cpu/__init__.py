@@ -1,18 +1,16 @@
-"""The real Python of Transformer Engine on a machine without a GPU, its kernels computed by PyTorch.
+"""Run the real Python of Transformer Engine on a machine without a GPU; PyTorch computes its kernels.
 
 Transformer Engine is a Python package over a compiled extension, ``transformer_engine_torch``. The Python part decides
-what is communicated, which rows go where, in which order and in which format; the extension computes. The Python part
-is published as a package of its own (``transformer-engine``, a megabyte); :func:`load` imports it over
-:mod:`tests.doubles.te_on_cpu.extension`, which has the kernels' signatures and their documented results. So our use
-of it is tried against what it really does, and not against what we think that it does. What this cannot show is
-anything that
-the kernels themselves do: speed, rounding, streams.
+what is communicated, in which order and format; the extension computes. The Python part is published as a package of
+its own (``transformer-engine``, a megabyte). :func:`load` imports it over :mod:`tests.doubles.te_on_cpu.extension`,
+which has the kernels' signatures and documented results. So our use of Transformer Engine is tested against its real
+Python. Not covered is what the kernels themselves do: speed, rounding, streams.
 
-Tests run with the version that ``scripts/setup.sh`` installs. Another one from 2.10 to 2.20 is tried by hand::
+Tests run with the version that ``scripts/setup.sh`` installs. To try another version from 2.10 to 2.20 by hand::
 
     pip install --no-deps --target FOLDER transformer-engine==VERSION
     export MEGATRON_CP_TE_FOLDER=FOLDER CUDA_VISIBLE_DEVICES=""
-    pytest tests/doubles/te_on_cpu/support.py  # what attention/modules/te_support.py says of it
+    pytest tests/doubles/te_on_cpu/support.py  # the table of attention/modules/te_support.py
     pytest tests/doubles/te_on_cpu/layers.py -m "not slow"  # models train with its layers as with ours
     pytest -m gpu tests/unit_tests/attention/modules/test_te_equivalence.py -k layer  # its attention in bf16
 """
@@ -37,15 +35,15 @@ from torch.overrides import TorchFunctionMode
 
 from tests.doubles import pretend_gpu, triton_on_cpu
 
-FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: where the package transformer-engine was installed
+FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: folder of the package transformer-engine
 
 
-# Besides Transformer Engine itself: where we choose its layers and make its stream.
+# Besides Transformer Engine itself: modules that choose its layers and create its stream.
 _TOLD_OF_A_GPU = ("megatron_cp.models.layer_specs", "megatron_cp.attention.modules.te")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Transformer Engine names the CUDA device in many places; here it is the CPU."""
+    """Mode that replaces the CUDA device, which Transformer Engine names in many places, by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,7 +67,7 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 
 class _Once:
-    """A message that may be waited for again, as NCCL's and the staged backend's may and gloo's may not."""
+    """Message with repeatable waits, as with NCCL and the staged backend; gloo allows one wait."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -86,9 +84,9 @@ def _waiting_once(rings: Any) -> None:
 
 
 class _WithFloat32:
-    """What Transformer Engine's attention sees as ``torch``: the same, with float32 where float16 was.
+    """Module that Transformer Engine's attention gets as ``torch``: float32 in place of float16.
 
-    Its kernels take half precision only, and so its Python part refuses all else. Here they take float32 too, and
+    The kernels take half precision only, so the Python part refuses all else. The kernels here take float32 too, and
     layouts differ by rounding alone.
     """
 
@@ -99,8 +97,11 @@ class _WithFloat32:
 
 
 class _WithPlaceholders:
-    """What Transformer Engine's layers see as ``torch``: a weight's gradient that was added to the sum already has a
-    placeholder, which is made on the device in the backward pass, where no mode sees it."""
+    """Module that Transformer Engine's layers get as ``torch``, to create placeholders on the CPU.
+
+    A weight's gradient that was added to the sum has a placeholder. It is made on the device in the backward pass,
+    where no mode is active.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -114,7 +115,7 @@ class _WithPlaceholders:
 
 
 def _choose_as_for_bf16() -> None:
-    """Let ``attention_backend`` and ``transformer_impl`` come to what they would come to in bf16."""
+    """Make ``attention_backend`` and ``transformer_impl`` choose as they would in bf16."""
     from megatron_cp.models import layer_specs
 
     def as_for_bf16(choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +126,7 @@ def _choose_as_for_bf16() -> None:
 
 
 class _Unused(ModuleType):
-    """A module of which names are taken and never called."""
+    """Module whose names are imported but never called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -138,10 +139,10 @@ class _Unused(ModuleType):
 
 
 def _believe_in_a_gpu() -> None:
-    """Transformer Engine does, and those that look for it; everybody else sees the CPU that there is."""
+    """Report a GPU to Transformer Engine and to code that looks for it; all other code gets the CPU."""
     from megatron_cp.mcore import cpu
 
-    cpu.before_import()  # among other things nothing of megatron-core's is compiled
+    cpu.before_import()  # this also keeps megatron-core from compiling
     torch.cuda.get_device_properties = _device_of_a_hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.is_available = _is_available
@@ -151,27 +152,27 @@ def _believe_in_a_gpu() -> None:
 
 
 def load() -> None:
-    """Import Transformer Engine from the folder in the environment, and then megatron-core, which must find it."""
+    """Import Transformer Engine from the folder in the environment, then megatron-core, which must find it."""
     if torch.cuda.is_available() and not pretend_gpu.loaded():
         raise RuntimeError("there is a GPU: use the real Transformer Engine")
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron-core has looked for Transformer Engine already")
     folder = Path(os.environ[FOLDER])
-    sys.path.insert(0, str(folder))  # before the real one, where it is installed too
+    sys.path.insert(0, str(folder))  # before an installed real one
 
     from tests.doubles.te_on_cpu import extension
     from tests.doubles.te_on_cpu.cross_entropy import KERNELS
 
     if not pretend_gpu.loaded():
         _believe_in_a_gpu()
-    sys.modules.pop("transformer_engine", None)  # nobody is to take it without a GPU, but for this
+    sys.modules.pop("transformer_engine", None)  # the package must not be used without a GPU, except here
     sys.modules["transformer_engine_torch"] = extension
     triton_on_cpu.interpret()
-    # What the extension's package brings along; here nothing is exported.
+    # Further modules of the extension's package; nothing is exported here.
     for name in ("onnx", "onnxscript"):
         sys.modules.setdefault(name, _Unused(name))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # else its libraries would be loaded
-    # Else each rank compiles its fused functions for the CPU: half a minute of compilers, for what no GPU runs.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # otherwise its libraries would be loaded
+    # Otherwise each rank compiles its fused functions for the CPU, which takes half a minute.
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.loader is None:

@@ -1,6 +1,6 @@
-"""What Transformer Engine's attention kernels compute, in PyTorch: fused attention, and the rows of packed rings.
+"""Compute Transformer Engine's attention kernels in PyTorch: fused attention, and the rows of packed rings.
 
-Shapes and meanings as in Transformer Engine's ``cpp_extensions/fused_attn.py``; the rows of packs as in its
+Shapes and meanings as in Transformer Engine's ``cpp_extensions/fused_attn.py``, the rows of packs as in its
 ``common/fused_attn/context_parallel.cu``. Everything is computed in float32 and rounded once.
 """
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class _Problem:
-    """One call: how its tensors lie, which rows count and which pairs attend."""
+    """One call: layout of its tensors, rows that count and pairs that attend."""
 
     q_format: str
     kv_format: str
@@ -79,8 +79,10 @@ def _probabilities(scores: Tensor, stats: Tensor) -> Tensor:
 
 
 def _take_apart(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], Any, list[bool], list[Any]]:
-    """A call's numbers and layout; mask's and softmax's type; window; what follows it as True or False; tensors and all
-    else. Versions have put more layouts behind the first (2.15) and another flag behind the window (2.12)."""
+    """Split a call's arguments: numbers and layout, types of mask and softmax, window, its flag, tensors and the rest.
+
+    Later versions added layouts after the first (2.15) and another flag after the window (2.12).
+    """
     at = next(i for i, value in enumerate(arguments) if isinstance(value, tuple | list))
     tensors = next(i for i, value in enumerate(arguments) if isinstance(value, Tensor))
     first = next(i for i, value in enumerate(arguments) if hasattr(value, "name"))
@@ -89,12 +91,12 @@ def _take_apart(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], Any, 
 
 
 def _aligned_bottom_right(mask_type: Any, flags: list[bool]) -> bool:
-    """The flag alone decides, where there is one, and the mask's name where there is none."""
+    """Return the alignment: the flag decides if there is one, else the mask's name."""
     return flags[0] if flags else "BOTTOM_RIGHT" in mask_type.name
 
 
 def fused_attn_fwd(*arguments: Any) -> list[Any]:
-    """[output, log-sum-exp, state of the random numbers, the softmax's offset if there is one]."""
+    """Return [output, log-sum-exp, state of the random numbers, the softmax's offset if there is one]."""
     numbers, (mask_type, softmax_type), window, flags, tensors = _take_apart(arguments)
     max_seqlen_q, _, _, attn_scale, dropout, _, layout = numbers
     cu_q, cu_kv, q, k, v, _, padded_q, padded_kv, _, _, _, _, bias, offset, _, _, return_max_logit, _ = tensors
@@ -106,7 +108,7 @@ def fused_attn_fwd(*arguments: Any) -> list[Any]:
     packed = problem.q_format == "thd"
     assert not packed or (padded_q is not None and padded_kv is not None), "the extension looks there for packs' rows"
     assert all(x.is_contiguous() for x in (q, k, v)), "the extension is given addresses"
-    # Packs begin as zeros, as in the extension; other rows that no kernel writes may hold anything.
+    # Packs begin as zeros, as in the extension. Other rows that no kernel writes have undefined values.
     out = q.new_full((*q.shape[:-1], v.shape[-1]), 0.0 if packed else NAN)
     heads = q.shape[-2]
     if packed:
@@ -131,7 +133,10 @@ def fused_attn_fwd(*arguments: Any) -> list[Any]:
 
 
 def fused_attn_bwd(*arguments: Any) -> list[Any]:
-    """[dq, dk, dv, None, gradient of the softmax's offset or None]; the statistics and output may be a whole ring's."""
+    """Return [dq, dk, dv, None, gradient of the softmax's offset or None].
+
+    The statistics and output may be those of a whole ring.
+    """
     numbers, (mask_type, softmax_type), window, (*flags, _), tensors = _take_apart(arguments)
     _, _, attn_scale, dropout, _, layout = numbers
     cu_q, cu_kv, q, k, v, out, dout, *_, aux, padded_q, padded_kv, _, _, _, _ = tensors
@@ -178,11 +183,11 @@ def _each(problem: _Problem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[
         )
 
 
-# Packs in rings. Every sequence's rows on a rank are two halves, a chunk of its beginning and one of its end.
+# Packs in rings. A sequence has two halves on a rank: one chunk of its beginning and one of its end.
 
 
 def _halves(cu: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of all rows in first and in second halves, in order."""
+    """Return the numbers of all rows in first and in second halves, in order."""
     bounds = cu.tolist()
     first, second = [], []
     for start, end in itertools.pairwise(bounds):
@@ -201,7 +206,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tenso
 
 
 def thd_second_half_lse_correction(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> None:
-    """In place: the log-sum-exp [h, t] of second halves, with a step's [h, t/2] added."""
+    """Add a step's [h, t/2] to the log-sum-exp [h, t] of second halves, in place."""
     assert packed, "cuDNN from 9.6 on keeps packs' statistics packed"
     rows = _halves(cu_seqlens)[1]
     lse[:, rows] = torch.logaddexp(lse[:, rows], step[:, : len(rows)])
@@ -216,10 +221,10 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, leng
 
 
 def thd_out_correction(out: Tensor, step: Tensor, *arguments: Any) -> None:
-    """In place: a step's output [t or t/2, h, d] added to ``out`` with its share of the softmax.
+    """Add a step's output [t or t/2, h, d] to ``out`` in place, scaled by its share of the softmax.
 
-    Of the whole softmax, or (from 2.20 on, which hands over what it was before too) of that of all steps up to here,
-    to which what is there is scaled.
+    The share is of the whole softmax. From 2.20 on the previous sum is an argument too: the share is of the softmax up
+    to this step, and ``out`` is rescaled.
     """
     *before, lse, lse_step, cu_seqlens, second, packed = arguments
     assert packed and out.dtype == step.dtype
@@ -233,12 +238,12 @@ def thd_out_correction(out: Tensor, step: Tensor, *arguments: Any) -> None:
 
 
 def _scaled(x: Tensor, share: Tensor) -> Tensor:
-    """The product; of a zero (padding, whose share may be anything) zero."""
+    """Return the product; zeros (padding, whose share may have any value) stay zero."""
     return torch.where(x == 0, torch.zeros_like(x), (x.float() * share).to(x.dtype))
 
 
 def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str) -> None:
-    """In place: a step's gradient added to or copied into each half's rows, or not. "none" twice reads nothing."""
+    """Add or copy a step's gradient to each half's rows in place, or skip a half. "none" twice reads nothing."""
     dim = 0 if grad.dim() == 3 else 1
     whole = "none" not in (first, second)
     done = 0
@@ -253,7 +258,7 @@ def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: s
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total: int, size: int, rank: int) -> Tensor:
-    """The rows of a packed sequence that a rank of a ring holds."""
+    """Return the rows of a packed sequence on one rank of a ring."""
     bounds, rows = cu_seqlens.tolist(), []
     for start, end in itertools.pairwise(bounds):
         chunk = (end - start) // (2 * size)
@@ -262,7 +267,7 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total: int, size: int, rank:
     return torch.cat(rows).to(torch.int32)
 
 
-# What attention without a kernel of its own makes of packs: one row of a batch for each sequence, and back.
+# Attention without a kernel for packs converts them: one row of a batch for each sequence, and back.
 
 
 def convert_thd_to_bshd(x: Tensor, cu_seqlens: Tensor, batch: int, longest: int) -> Tensor:
@@ -283,7 +288,7 @@ def convert_bshd_to_thd(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def thd_cp_rank_order_to_sequence_order(x: Tensor, cu_seqlens: Tensor, size: int, total: int) -> Tensor:
-    """Rows as ranks hold them, one rank's after the other's, in the order of the sequence."""
+    """Reorder rows from rank order to the order of the sequence."""
     out = torch.zeros_like(x)
     out[_ranks_rows(cu_seqlens, total, size)] = x
     return out

@@ -1,6 +1,7 @@
-"""Stands in for Transformer Engine's Triton kernels of the cross-entropy: arguments, strides and results as theirs.
+"""Replace Transformer Engine's Triton kernels of the cross-entropy: same arguments, strides and results.
 
-Triton's interpreter runs the real ones, too slowly for whole models and not in bf16; ``layers.py`` compares both.
+Triton's interpreter can run the real kernels, but too slowly for whole models and not in bf16. ``layers.py`` compares
+both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class Kernel:
-    """``kernel[(rows,)](...)``, a row of logits for each program."""
+    """Kernel called as ``kernel[(rows,)](...)``, one row of logits per program."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -27,7 +28,7 @@ def _online_softmax(
     rows: int, *, X_ptr: Tensor, X_stride: int, Y_ptr: Tensor, Y_stride: int, m_d_X_y_ptr: Tensor, rank: int,
     n_cols: int, **launch: Any,
 ) -> None:  # fmt: skip
-    """Each row's maximum, sum of exponentials and, if it is this rank's, the label's logit."""
+    """Return each row's maximum, sum of exponentials and, if it is on this rank, the label's logit."""
     x = X_ptr.as_strided((rows, n_cols), (X_stride, 1)).float()
     column, here = _column(Y_ptr, Y_stride, rows, rank, n_cols)
     top = x.max(-1).values
@@ -40,7 +41,7 @@ def _cross_entropy(
     rows: int, *, X_ptr: Tensor, X_stride: int, Y_ptr: Tensor, Y_stride: int, loss_ptr: Tensor, m_d_X_y_ptr: Tensor,
     rank: int, world_size: int, n_cols: int, reduce_loss: bool, label_smoothing: float, **launch: Any,
 ) -> None:  # fmt: skip
-    """The losses; and the logits become their gradients."""
+    """Compute the losses, and replace the logits by their gradients."""
     assert not reduce_loss and not label_smoothing
     tops, totals, labels = m_d_X_y_ptr.view(world_size, rows, 3).unbind(-1)
     top = tops.max(0).values
@@ -60,7 +61,7 @@ def _element_mul(
 
 
 def _column(labels: Tensor, stride: int, rows: int, rank: int, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Where in this rank's part of a row its label is, [rows, 1], and whether it is there at all, [rows]."""
+    """Return the label's column in this rank's part of a row, [rows, 1], and whether it is there, [rows]."""
     column = labels.as_strided((rows,), (stride,)) - rank * n_cols
     return column.clamp(0, n_cols - 1)[:, None], (column >= 0) & (column < n_cols)
 

@@ -1,7 +1,7 @@
-"""Stands in for ``transformer_engine_torch``: the names that Transformer Engine's Python part takes from it.
+"""Replace ``transformer_engine_torch``: the names that Transformer Engine's Python part imports from it.
 
-Enumerations have the real members; kernels that our models reach compute in PyTorch; all others say their name when
-they are called.
+Enumerations have the real members. Kernels that our models reach compute in PyTorch; all others raise an error with
+their name when called.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ NVTE_Fused_Attn_Backend = _enum(
     NVTE_FP8=2,
     NVTE_No_Backend=-1,
 )
-# A member until 2.16, and no other than these three may be one from 2.19 on.
+# A member until 2.16. From 2.19 on only these three may be members.
 NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
-# Its numbers do not matter: no tensor here is scaled.
+# Its values do not matter: no tensor here is scaled.
 NVTEScalingMode = _enum(
     "NVTEScalingMode",
     "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D NVTE_BLOCK_SCALING_2D"
@@ -118,9 +118,9 @@ def get_num_cublas_streams() -> int:
 
 
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """What cuDNN 9.19 can do on a Hopper GPU, as far as our layers ask for it.
+    """Return what cuDNN 9.19 supports on a Hopper GPU, for the features that our layers use.
 
-    From 2.20 on it is asked with one object, and says why not.
+    From 2.20 on it takes one object, and returns a reason for a refusal.
     """
     if len(arguments) > 1:
         _, dtype, _, layout, _, mask, _, _, _, _, _, _, dim_qk, dim_v, left, right, *_ = arguments
@@ -148,7 +148,7 @@ def _backend(dtype: Any, layout: Any, mask: Any, dim_qk: int, dim_v: int, left: 
 
 
 def _window_is_possible(mask: str, right: int) -> bool:
-    """Windows of attention that is not causal came later, those of packs first."""
+    """Return whether the version has windows: non-causal ones came later, those of packs first."""
     import transformer_engine
 
     version = parse_version(transformer_engine.__version__)
@@ -162,7 +162,7 @@ def generic_gemm(
     accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None,
     extra_output: Any = None, bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """op(B) @ op(A): cuBLAS counts columns first. With ``grad`` a bias means that its gradient is wanted."""
+    """Compute op(B) @ op(A): cuBLAS stores columns first. With ``grad`` a bias requests its gradient."""
     assert quantizer is None and comm_overlap is None and not gelu
     shape = None if transB else (*B.shape[:-1], A.shape[-2 if transA else -1])
     a, b = A.reshape(-1, A.shape[-1]).float(), B.reshape(-1, B.shape[-1]).float()
@@ -186,7 +186,7 @@ def te_general_grouped_gemm(
     m_splits: list[int], bias: list[Tensor], bias_type: Any, single_output: bool, pre_gelu: Any, grad: bool,
     workspace: Any, workspace_size: int, accumulate: bool, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """One product for each expert; with ``single_output`` the first output holds the rows of all."""
+    """Compute one product per expert; with ``single_output`` the first output has the rows of all."""
     outputs = list(D[0].split(m_splits)) if single_output else D
     for a, b, out, extra in zip(A, B, outputs, bias, strict=True):
         if b.numel() == 0 or a.numel() == 0:
@@ -254,13 +254,16 @@ def fused_rope_forward(
     t: Tensor, freqs: Tensor, start_positions: Any, form: Any, interleaved: bool, cu_seqlens: Tensor | None,
     cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Heads turned by the angles of their tokens' positions. The kernel finds those of a pack by itself: ``freqs``
-    [longest sequence, 1, 1, d], and of each sequence a rank has its two chunks in zigzag order."""
+    """Rotate heads by the angles of the positions of their tokens.
+
+    For a pack the kernel computes the positions: ``freqs`` is [longest sequence, 1, 1, d], and a rank has two chunks of
+    each sequence in zigzag order.
+    """
     return _rotated(t, freqs, start_positions, form, interleaved, cu_seqlens, cp_size, cp_rank, 1.0)
 
 
 def fused_rope_backward(grad: Tensor, *args: Any) -> Tensor:
-    """Turned back."""
+    """Rotate back."""
     return _rotated(grad, *args, -1.0)
 
 
@@ -314,8 +317,11 @@ def multi_tensor_adam(
     chunk: int, noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, step: int,
     mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Adam (mode 0: weight decay in the gradient; 1: beside it) on lists of gradients, parameters, moments and, if
-    there is a fifth list, the parameters' float32 copies."""
+    """Run Adam (mode 0: weight decay in the gradient; 1: decoupled).
+
+    Arguments are lists of gradients, parameters, moments and, as an optional fifth list, float32 copies of the
+    parameters.
+    """
     correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for grad, param, m, v, *master in zip(*lists, strict=True):
         weight = (master[0] if master else param).float()

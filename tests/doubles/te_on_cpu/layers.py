@@ -1,7 +1,7 @@
 """Models of Transformer Engine's layers train as our own layers do, on one rank and on several; in float32.
 
-Not collected by itself: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs it in a process in which megatron-core
-finds Transformer Engine.
+Not collected directly: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs this file in a process in which
+megatron-core finds Transformer Engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TWO = {"model__num_layers": 2}
 FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
 PLAIN_KERNELS = {f"model__{name}": False for name in FUSIONS}
 
-# The first of each kind; all others are for the slow run.
+# The first of each kind; the others are for the slow run.
 QUICK = {
     "hierarchy, decentralized",
     "learnable offset, tp2 all-to-all",
@@ -116,13 +116,15 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
 
 
 def counting(train: Callable[..., Any], *args: Any) -> tuple[Losses, Counter[str]]:
-    """Losses and gradient norms, and how often Transformer Engine's kernels were called, by name."""
+    """Return losses and gradient norms, and the number of calls of each of Transformer Engine's kernels."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name != "generic_gemm":
             calls[name] += 1
-        elif inspect.signature(kernel).bind(*args, **kwargs).arguments["accumulate"]:  # others are the router's, too
+        elif (
+            inspect.signature(kernel).bind(*args, **kwargs).arguments["accumulate"]
+        ):  # other losses include the router's
             calls["gradients summed"] += 1
         return kernel(*args, **kwargs)
 
@@ -151,7 +153,7 @@ def in_packs(lengths: str, overrides: Overrides) -> tuple[Losses, Counter[str]]:
 
 @functools.cache
 def on_single_rank(model: str) -> Losses:
-    """Our own layers'."""
+    """Return the results of our own layers on one rank."""
     losses, calls = run_ranks(trained, 1, NATIVE | json.loads(model))[0]
     assert not calls
     return losses
@@ -177,7 +179,7 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
         assert max(differences) < 2e-6, (ranks, differences)
 
 
-# Transformer Engine's attention can do none of the first five.
+# Transformer Engine's attention supports none of the first five.
 AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
     "window, ring": (WINDOW, 2, CP2),
     "learnable offset, tp2 sp cp2": (LEARNED, 4, TP2 | SP | CP2),
@@ -195,7 +197,7 @@ AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
 )
 def test_layers_train_the_same_around_our_attention(case: str) -> None:
     model, size, layout = AROUND_OURS[case]
-    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 4 else {}  # else auto comes to it
+    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 4 else {}  # otherwise auto chooses it
     for losses, calls in run_ranks(trained, size, wanted | model | layout):
         assert not calls["fused_attn_fwd"] and calls["gradients summed"]
         assert bool(calls["fused_rope_forward"]) == rotates(model)
@@ -203,12 +205,12 @@ def test_layers_train_the_same_around_our_attention(case: str) -> None:
 
 
 def rotates(model: Overrides) -> bool:
-    """Whether its queries and keys are rotated by a kernel."""
+    """Return whether a kernel rotates queries and keys."""
     rope = model.get("model__position_embedding_type", "rope") == "rope"
     return rope and not model.get("model__multi_latent_attention") and model is not PLAIN_KERNELS
 
 
-def test_our_layers_take_kernels_that_are_asked_for() -> None:
+def test_our_layers_use_requested_kernels() -> None:
     wanted = {"apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     asked = {f"model__{name}": value for name, value in wanted.items()}
     for losses, calls in run_ranks(trained, 2, NATIVE | CP2 | asked):
@@ -218,7 +220,7 @@ def test_our_layers_take_kernels_that_are_asked_for() -> None:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Losses]:
-    """Their lengths, and the losses that our layers have on one rank, one by one."""
+    """Return lengths, and the losses of our layers on one rank, one document at a time."""
     lengths = lengths_file(tmp_path_factory.mktemp("documents"))
     return lengths, run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
 
@@ -239,7 +241,7 @@ def test_dynamic_packs_on_a_hierarchy_have_te_layers_around_our_attention(docume
 
 
 def losses_and_gradients() -> list[torch.Tensor]:
-    """Of half a vocabulary on each rank, by Triton's interpreter of the kernels themselves, and by their stand-ins."""
+    """Compute half a vocabulary on each rank: kernels in Triton's interpreter, and their stand-ins."""
     group, found = make_groups(2)[0], []
     torch.manual_seed(3)
     made = torch.randn(5, 2, 14), torch.randint(14, (5, 2)), torch.rand(5, 2)
@@ -254,7 +256,7 @@ def losses_and_gradients() -> list[torch.Tensor]:
     return found
 
 
-def test_the_loss_is_that_of_its_kernels() -> None:
+def test_stand_in_losses_equal_the_real_kernels() -> None:
     for losses, gradients, *by_stand_ins in run_ranks(losses_and_gradients, 2):
         torch.testing.assert_close(by_stand_ins, [losses, gradients], rtol=1e-6, atol=1e-6)
         assert gradients.abs().max() > 0.1
@@ -282,48 +284,48 @@ WAYS = {"ours to te": (NATIVE, TE), "te to ours": (TE, NATIVE)}
     [pytest.param(*way, marks=() if way[0] is NATIVE else pytest.mark.slow) for way in WAYS.values()],
     ids=WAYS,
 )
-def test_a_run_goes_on_with_the_other_layers(
+def test_a_run_resumes_with_the_other_layers(
     tmp_path: Path, before: Overrides, after: Overrides, model: Overrides
 ) -> None:
-    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 1, before | model, str(tmp_path), 2)
     rest = run_ranks(resume, 2, after | model | CP2, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(ONE_BY_ONE, {}), pytest.param({}, ONE_BY_ONE, marks=pytest.mark.slow)], ids=["", "back"]
 )
-def test_experts_go_on_with_one_product_for_all(tmp_path: Path, before: Overrides, after: Overrides) -> None:
-    """As a run of before it was the default does."""
+def test_a_run_resumes_with_grouped_products_of_experts(tmp_path: Path, before: Overrides, after: Overrides) -> None:
+    """A run from before this was the default resumes."""
     model = MOE | TWO
-    undisturbed = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 2, TE | model | EP2 | before, str(tmp_path), 2)
     rest = run_ranks(resume, 2, TE | model | CP2 | after, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
 @pytest.mark.parametrize("sp", [{}, pytest.param(SP, marks=pytest.mark.slow)], ids=["", "sp"])
 def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, sp: Overrides) -> None:
-    """Each tensor-parallel rank took itself for the one that saves what all have whole."""
+    """Each tensor-parallel rank used to save the weights that all ranks have in full."""
     layout = TE | MLA | TWO | TP2 | sp | DECENTRALIZED
-    undisturbed = run_ranks(train_losses, 1, NATIVE | MLA | TWO, 3)[0]
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | MLA | TWO, 3)[0]
     run_ranks(save_after, 2, layout, str(tmp_path), 1)
     rest = run_ranks(resume, 2, layout, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[1:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[1:])) < 2e-6
 
 
 def test_its_optimizer_counts_the_steps_of_groups_that_the_first_stage_lacks(tmp_path: Path) -> None:
-    """Transformer Engine's Adam counts them in the groups, which rank 0 saves: here it has an embedding alone."""
+    """Transformer Engine's Adam counts steps per parameter group, which rank 0 saves: here it has an embedding only."""
     layout = TE | PP2 | {"model__num_layers": 1, "model__account_for_embedding_in_pipeline_split": True}
     layout |= {"optimizer__use_distributed_optimizer": False}
-    undisturbed = run_ranks(train_losses, 2, layout, 4)[0]
+    uninterrupted = run_ranks(train_losses, 2, layout, 4)[0]
     run_ranks(save_after, 2, layout, str(tmp_path), 2)
-    assert run_ranks(resume, 2, layout, str(tmp_path), 2)[0] == undisturbed[2:]
+    assert run_ranks(resume, 2, layout, str(tmp_path), 2)[0] == uninterrupted[2:]
 
 
 def attention_without_its_group() -> str:
-    """What the probe says of upstream's class, which takes the hierarchy from global state where there is none."""
+    """Return the probe's result for upstream's class, which reads a missing hierarchy from global state."""
     from megatron_cp.attention.modules.probe import probe_attention
     from megatron_cp.attention.modules.te import te_attention_class
 
@@ -343,5 +345,5 @@ def attention_without_its_group() -> str:
 
 
 def test_the_probe_finds_attention_that_lost_its_group() -> None:
-    for said in run_ranks(attention_without_its_group, 4):
-        assert "differs from the one-rank answer" in said
+    for reported in run_ranks(attention_without_its_group, 4):
+        assert "differs from the one-rank answer" in reported

@@ -1,9 +1,9 @@
-"""What ``attention/modules/te_support.py`` says of the installed Transformer Engine, tried.
+"""Compare ``attention/modules/te_support.py`` with the installed Transformer Engine.
 
-What it lists as had is exact, and what it lists as lacking is refused or wrong.
+What the table lists as supported is exact, and what it lists as missing is refused or wrong.
 
-Not collected by itself: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs it. See :mod:`tests.doubles.te_on_cpu` for
-other versions.
+Not collected directly: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs this file. See
+:mod:`tests.doubles.te_on_cpu` for other versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSION = transformer_engine.__version__
 DENSE = Case(seq_length=64, batch=2, heads=4, kv_heads=2, qk_dim=16, v_dim=16, dtype=torch.float32)
 LATENT = {"qk_dim": 24, "kv_heads": 4}  # which expands its keys and values for every head
 WINDOW, BOTH_WAYS = {"window": (8, 0)}, {"window": (8, 5), "causal": False}
-# Padding behind every sequence, and behind the last one alone, which Transformer Engine by itself looks away from.
+# Padding after every sequence, and after the last one only, which Transformer Engine ignores by default.
 PACK = {"batch": 1, "cu_seqlens": (0, 23, 45, 64), "cu_seqlens_padded": (0, 24, 48, 72)}
 END = {"batch": 1, "cu_seqlens": (0, 24, 48, 67), "cu_seqlens_padded": (0, 24, 48, 72)}
 FULL, OFFSET = {"causal": False}, {"offset": True}
@@ -57,8 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
 SIZES = {"alone": 1, "p2p": 2, "all_gather": 2, "a2a": 2, "a2a+p2p": 4}
 
 
-def said(case: Case, transport: str, size: int) -> list[str]:
-    """The table's objections to a run with such attention."""
+def objections_of(case: Case, transport: str, size: int) -> list[str]:
+    """Return the table's objections to a run with such attention."""
     overrides = ["mixed_precision=bf16_mixed", f"model.context_parallel_size={size}", "model.attention_backend=te"]
     overrides.append(f"model.hierarchical_context_parallel_sizes={'[2,2]' if transport == 'a2a+p2p' else 'null'}")
     if size > 1:
@@ -77,8 +77,8 @@ def said(case: Case, transport: str, size: int) -> list[str]:
     return [gap.message for gap in found if not gap.slow]
 
 
-def tried(case: Case, transport: str) -> float | str:
-    """The largest error of the output and the gradients on this rank, or the error that was raised."""
+def attempt(case: Case, transport: str) -> float | str:
+    """Return the largest error of output and gradients on this rank, or the error raised."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = ProcessGroupCollection(
         cp=dist.group.WORLD, tp=make_groups(1)[0], hcp=list(make_groups(1 + (size % 2 == 0)))
@@ -109,7 +109,7 @@ def tried(case: Case, transport: str) -> float | str:
             mine.append(module.softmax_offset)
         out = module(*mine[:3], None, attn_mask_type=mask, packed_seq_params=parameters(case))
         grads = list(torch.autograd.grad(out, mine, case.shard(dout, rank, size).view_as(out)))
-    except NotImplementedError:  # by the stand-in: shows nothing
+    except NotImplementedError:  # computed by the stand-in: proves nothing
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -124,7 +124,7 @@ def tried(case: Case, transport: str) -> float | str:
 
 
 def parameters(case: Case) -> PackedSeqParams | None:
-    """As :mod:`megatron_cp.dynamic_cp.runtime.packing` makes them."""
+    """Return parameters as :mod:`megatron_cp.dynamic_cp.runtime.packing` makes them."""
     if case.cu_seqlens is None or case.padded is None:
         return None
     real, padded = (torch.tensor(x, dtype=torch.int32) for x in (case.cu_seqlens, case.padded))
@@ -135,17 +135,17 @@ def parameters(case: Case) -> PackedSeqParams | None:
 
 
 def try_all(cases: list[Case], transport: str) -> list[float | str]:
-    return [tried(case, transport) for case in cases]
+    return [attempt(case, transport) for case in cases]
 
 
 @pytest.mark.parametrize("transport", SIZES)
-def test_the_table_is_right(transport: str) -> None:
+def test_the_table_matches_the_installed_version(transport: str) -> None:
     size = SIZES[transport]
     cases = {name: replace(DENSE, **changes) for name, changes in CASES.items()}
     ranks = run_ranks(try_all, size, list(cases.values()), "p2p" if size == 1 else transport)
     faults = []
     for (name, case), *results in zip(cases.items(), *ranks, strict=True):
-        objections = said(case, transport, size)
+        objections = objections_of(case, transport, size)
         exact = all(isinstance(result, float) and result < 1e-5 for result in results)
         print(f"{VERSION:8} {transport:10} {name:28} {max(map(str, results))[:90]:90} {objections}")
         if exact == bool(objections):
@@ -155,6 +155,6 @@ def test_the_table_is_right(transport: str) -> None:
 
 def test_odd_numbers_of_heads_are_taken_until_they_are_not() -> None:
     case = replace(DENSE, heads=3, kv_heads=3, seq_length=60)
-    results = run_ranks(tried, 3, case, "a2a")
+    results = run_ranks(attempt, 3, case, "a2a")
     exact = all(isinstance(result, float) and result < 1e-5 for result in results)
     assert exact == (parse_version(VERSION) < parse_version(EVEN_HEADS)), results

@@ -1,7 +1,7 @@
-"""Random schedules by the thousand: python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count N] [--seed N]
+"""Check random schedules: python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count N] [--seed N]
 
-Prints each configuration that fails and ends with 1 if there was one. A configuration is a function of its number, so
-a failure is repeated with --seed NUMBER --count 1.
+Prints each configuration that fails, and exits with 1 if there is one. A configuration depends only on its number;
+--seed NUMBER --count 1 repeats a failure.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
 
 def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
-    """Lengths and arguments of configuration ``number``; corner cases are as frequent as ordinary ones."""
+    """Return lengths and arguments of configuration ``number``; corner cases are as frequent as ordinary ones."""
     rng = random.Random(number)
     ranks = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 17, 24, 30, 32, 48, 64, 100, 128])
     min_cp = min(ranks, rng.choice([1, 1, 1, 2, 3, 4, 8]))
@@ -53,12 +53,12 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
 
 
 def most_tokens(ranks: int, tokens: int, sequence_parallel: int) -> int:
-    """The longest sample that ``ranks`` hold, ``tokens`` each, padded."""
+    """Return the longest sample that fits ``ranks`` ranks of ``tokens`` tokens each, padded."""
     return tokens // (2 * sequence_parallel) * (2 * sequence_parallel) * ranks
 
 
 def failures(number: int) -> list[str]:
-    """What is wrong with the schedules of configuration ``number``."""
+    """List what is wrong with the schedules of configuration ``number``."""
     lengths, arguments = configuration(number)
     shape = {key: arguments[key] for key in ("num_ranks", "max_seqlen_per_rank", "sequence_parallel_size")}
     multiple = {"microbatch_multiple": arguments["microbatch_multiple"]}
@@ -66,7 +66,7 @@ def failures(number: int) -> list[str]:
         found = schedule(lengths, **arguments)
         wrong = problems(found, lengths, **shape, **multiple, min_cp_size=arguments["min_cp_size"])
         keeping = {key: arguments[key] for key in ("sync_ranks", "pipeline_size")}
-        step = simulate(found, lengths, arguments["cost"], **keeping)  # ends: no group waits for itself
+        step = simulate(found, lengths, arguments["cost"], **keeping)  # terminates: no group waits for itself
         if not 0.9 < step.over_bare_work < float("inf"):
             wrong.append(f"the simulated step takes {step.over_bare_work} times its bare work")
         for size in [1 << k for k in range(8) if arguments["min_cp_size"] == 1 and shape["num_ranks"] % (1 << k) == 0]:
@@ -80,7 +80,7 @@ def failures(number: int) -> list[str]:
             seen = sorted(x for groups in fixed.microbatches for group in groups for x in group.sample_ids)
             if seen != list(range(len(lengths))) or fixed.num_microbatches % arguments["microbatch_multiple"]:
                 wrong.append("fixed CP lost a sample or missed the multiple")
-    except Exception as error:  # a crash is a finding, whatever it is
+    except Exception as error:  # any crash is a failure
         wrong = [f"{type(error).__name__}: {error}"]
     return wrong
 

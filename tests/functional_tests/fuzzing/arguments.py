@@ -1,4 +1,4 @@
-"""Changed arguments: overrides in Hydra's grammar, flags and options."""
+"""Fuzz arguments: overrides in Hydra's grammar, flags and options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def overrides(case: Case) -> list[str]:
 _FLAGS = ("-ms=1", "-gb=2", "-mb=1", "-sl=16", "-tp=1", "-cp=1", "--lr=0.1", "--save_interval=1", "--min_lr=0.001")
 _OPTIONS = ("--explain=K1", "--recipe=llama_tiny_pretrain_config", "--gpus-per-node=8")
 _BYTES, _NEW = ("--tokenizer-type=ByteLevelTokenizer",), ("--megatron-path=out/new",)
-# Commands, and the example that they read.
+# Commands and their example inputs.
 _MORE: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (None, ("schedule", "--distribution=documents", "--count=16", "--ranks=4", "--longest=900", "--seed=1", "--json")),
     (None, ("schedule", "--distribution=lognormal", "--ranks=8", "--longest=9000", "--cost=h100_8b", "--sync-ranks=2")),
@@ -79,5 +79,5 @@ def flags(case: Case) -> list[str]:
     example, (command, *options) = rng.choice(_MORE)
     if example is not None:
         case.take(example)
-    # What is written to keeps its name: it would rightly be written elsewhere.
+    # Output paths are not changed: the command would correctly write to another place.
     return [command, *(_text(case, each) if rng.random() < 0.4 and "=out/" not in each else each for each in options)]

@@ -1,4 +1,4 @@
-"""A case in the making: copies of examples, changes of them, and what a run is kept to."""
+"""Build a case: copies of examples, changes to them, and limits of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.functional_tests.fuzzing.mutations import mutate
 
-# After everything that a case changes: where it writes, how much it trains, and sizes that a step has in milliseconds.
+# Added after all changes: output paths, number of steps, and sizes for which a step takes milliseconds.
 WRITES = ["checkpoint.save=out/run", "dataset.path_to_cache=out/cache", "logger.tensorboard_dir=null"]
 SMALL = [
     "train.train_iters=1",
@@ -34,7 +34,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Case:
-    """One mutated input in the making: ``work`` is where the command will run, ``examples`` what is valid."""
+    """Mutated input: the command runs in ``work``; ``examples`` contains the valid inputs."""
 
     rng: random.Random
     work: Path
@@ -42,7 +42,7 @@ class Case:
     valid: bool = False  # nothing is changed
 
     def take(self, name: str, under: str = "input") -> Path:
-        """Copy an example (a file or folder) into the case; returns its place below ``work``."""
+        """Copy an example (a file or folder) into the case; return its path below ``work``."""
         source, target = self.examples / name, self.work / under / Path(name).name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, target, symlinks=True) if source.is_dir() else shutil.copy(source, target)
@@ -52,7 +52,7 @@ class Case:
         self.change_some([self.work / path])
 
     def change_some(self, files: list[Path]) -> None:
-        """One of the files, sometimes two; they are different ones."""
+        """Change one of the files, sometimes two different ones."""
         for file in self.rng.sample(files, min(len(files), self.rng.choice([1, 1, 1, 2]))):
             if not self.valid:
                 mutate(self.rng, file)
@@ -63,7 +63,7 @@ class Case:
 
 
 def checked_or_trained(case: Case, *arguments: str) -> list[str]:
-    """Mostly a check of the configuration, sometimes a run."""
+    """Choose mostly a check of the configuration, sometimes a run."""
     what = case.rng.random()
     if what < 0.4:
         return ["validate", *arguments]

@@ -1,4 +1,4 @@
-"""Small valid inputs of every kind, made by the project's own writers."""
+"""Create small valid inputs of every kind with the project's own writers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PUBLISHED = ("llama", "mixtral window", "qwen3", "deepseek 3", "nemotron 3")
 
 
 def make(folder: Path) -> None:
-    """Fill a folder with one valid input of each kind; to be called in a process of its own, which trains."""
+    """Fill a folder with one valid input of each kind. It trains, so call it in its own process."""
     (folder / "recipe.yaml").write_text("# one layer\n" + yaml.safe_dump(RECIPE, sort_keys=False))
     extra = {"optimizer": {"lr": 0.002, "adam_beta1": 0.8}, "train": {"global_batch_size": 4}, "rng": {"seed": 7}}
     (folder / "extra.yaml").write_text(yaml.safe_dump(extra))
@@ -87,7 +87,7 @@ def _texts(folder: Path) -> None:
 
 
 def _sharded(single: Path, folder: Path) -> None:
-    """The same model with its weights in two files and an index."""
+    """Write the same model with its weights in two files and an index."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(single, folder)
@@ -121,5 +121,5 @@ def _gpu_trace(path: Path) -> None:
 
 
 def names() -> Sequence[str]:
-    """The published models, the one in several files among them."""
+    """Return the published models, including the one in several files."""
     return (*PUBLISHED, "llama in files")

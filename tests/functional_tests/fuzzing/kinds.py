@@ -1,4 +1,4 @@
-"""The kinds of input: which example a case takes, what of it is changed, and which command reads it."""
+"""Kinds of input: the example of a case, the change to it, and the command that reads it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _resumed(case: Case) -> list[str]:
 
 
 def run_folder(case: Case) -> list[str]:
-    """What a run wrote beside its checkpoints."""
+    """Return the files of a run beside its checkpoints."""
     folder = case.take("run", "out" if (resumed := case.rng.random() < 0.3) else "input")
     if resumed:
         case.change_some(case.files(folder, "*"))

@@ -1,4 +1,4 @@
-"""Mutations of files: of their bytes, of the values in them, and of what lies under their path."""
+"""Mutate files: bytes, values, and the kind of file at a path."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _VALUES: tuple[Any, ...] = (
     "null",
     "0x10",
 )
-# What no dumper writes: text that takes the place of a value.
+# Text in place of a value that no dumper writes.
 _RAW_JSON = (
     "NaN",
     "-Infinity",
@@ -91,7 +91,7 @@ _RAW_YAML = (
 
 
 def replacement(rng: random.Random, raws: list[str], texts: tuple[str, ...]) -> Any:
-    """A value to put anywhere; a raw text is noted in ``raws`` and stands as a mark until the dump."""
+    """Return a value to put anywhere; a raw text is kept in ``raws``, with a mark in its place until the dump."""
     if rng.random() < 0.35:
         raws.append(rng.choice(texts))
         return _MARK % (len(raws) - 1)
@@ -99,7 +99,7 @@ def replacement(rng: random.Random, raws: list[str], texts: tuple[str, ...]) -> 
 
 
 def _edit(rng: random.Random, value: Any, raws: list[str], texts: tuple[str, ...]) -> Any:
-    """``value`` with one change somewhere in it."""
+    """Return ``value`` with one change."""
     if isinstance(value, dict | list) and value and rng.random() < 0.85:
         key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         what = rng.random()
@@ -127,7 +127,7 @@ def _filled(text: str, raws: list[str]) -> str:
 
 
 def json_values(rng: random.Random, content: bytes) -> bytes:
-    """A JSON document with one to three changed values."""
+    """Change one to three values of a JSON document."""
     value, raws = json.loads(content), list[str]()
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         value = _edit(rng, value, raws, _RAW_JSON)
@@ -135,7 +135,7 @@ def json_values(rng: random.Random, content: bytes) -> bytes:
 
 
 def yaml_values(rng: random.Random, content: bytes) -> bytes:
-    """A YAML document with one to three changed values."""
+    """Change one to three values of a YAML document."""
     value, raws = yaml.safe_load(content), list[str]()
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         value = _edit(rng, value, raws, _RAW_YAML)
@@ -143,7 +143,7 @@ def yaml_values(rng: random.Random, content: bytes) -> bytes:
 
 
 def json_lines(rng: random.Random, content: bytes) -> bytes:
-    """JSON lines, some of them with changed values."""
+    """Change values of some JSON lines."""
     lines = content.splitlines(keepends=True)
     for _ in range(rng.choice([1, 2, 4])):
         place = rng.randrange(len(lines))
@@ -155,7 +155,7 @@ def json_lines(rng: random.Random, content: bytes) -> bytes:
 
 
 def safetensors_header(rng: random.Random, content: bytes) -> bytes:
-    """A safetensors file whose header has changed values, or another length than it says."""
+    """Change values of a safetensors file's header, or its stated length."""
     (size,) = struct.unpack_from("<Q", content)
     header = json_values(rng, content[8 : 8 + size])
     length = rng.choice([len(header)] * 6 + [size, 0, 2**63, 2**40, len(content)])
@@ -163,7 +163,7 @@ def safetensors_header(rng: random.Random, content: bytes) -> bytes:
 
 
 def index_fields(rng: random.Random, content: bytes) -> bytes:
-    """A Megatron ``.idx`` with changed numbers in its header or its arrays."""
+    """Change numbers in the header or arrays of a Megatron ``.idx``."""
     changed = bytearray(content)
     for _ in range(rng.choice([1, 1, 2])):
         code, where = rng.choice([("<Q", 9), ("<B", 17), ("<Q", 18), ("<Q", 26), ("<i", 0), ("<q", 0)])
@@ -176,7 +176,7 @@ def index_fields(rng: random.Random, content: bytes) -> bytes:
 
 
 def random_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Flipped bits, cuts, repeats, splices, zeroed and random blocks."""
+    """Flip bits, cut, repeat, splice, zero or randomize blocks."""
     data = bytearray(content or b"\n")
     for _ in range(rng.choice([1, 1, 2, 5])):
         if not data:
@@ -207,7 +207,7 @@ def random_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def packed(change: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
-    """The same change within a gzip file."""
+    """Make the same change within a gzip file."""
     return lambda rng, content: gzip.compress(change(rng, gzip.decompress(content)), 1, mtime=0)
 
 
@@ -223,7 +223,7 @@ _BY_NAME: dict[str, Callable[[random.Random, bytes], bytes]] = {
 
 
 def other_path(rng: random.Random, path: Path) -> None:
-    """Something else than a file that can be read, under a file's path."""
+    """Replace a file by something that cannot be read as a file."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     match rng.randrange(8):
         case 0:
@@ -243,7 +243,7 @@ def other_path(rng: random.Random, path: Path) -> None:
 
 
 def mutate(rng: random.Random, path: Path) -> None:
-    """Change a file in one way or another; the file may be gone then."""
+    """Change a file by one of the mutations; the file may be deleted."""
     what = rng.random()
     if what < 0.08:
         other_path(rng, path)

@@ -1,4 +1,4 @@
-"""Run a command in a forked process under limits, and say what of its end was not as it has to be."""
+"""Run a command in a forked process under limits, and list faults of its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILE_BYTES = 1 << 30  # the largest file that a trial may write
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one trial: seconds, and bytes of address space on top of what the parent has."""
+    """Limits of one trial: seconds, and bytes of address space beyond the parent's."""
 
     seconds: float = 60.0
     memory: int = 3 << 30
@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended: its exit code (a signal's is negative), its seconds, and all that was wrong with the end."""
+    """End of a trial: exit code (negative for a signal), seconds, and all faults."""
 
     code: int
     seconds: float
@@ -37,7 +37,7 @@ class Ended:
 
 
 class Trial:
-    """``command()`` in a process of its own, which works in ``folder/work`` and may write to ``folder/work/out``."""
+    """Run ``command()`` in its own process, which works in ``folder/work`` and may write to ``folder/work/out``."""
 
     def __init__(self, command: Callable[[], int], folder: Path, limits: Limits) -> None:
         self._folder, self._limits = folder, limits
@@ -53,7 +53,7 @@ class Trial:
                 os._exit(99)
 
     def ended(self) -> Ended | None:
-        """None while it runs."""
+        """Return the end, or None while the process runs."""
         seconds = time.monotonic() - self._began
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         late = pid == 0 and seconds > self._limits.seconds
@@ -66,10 +66,10 @@ class Trial:
         problems = [f"ran longer than {self._limits.seconds:g} s"] if late else []
         if not late and code not in _FINE:
             problems.append(f"ended with {code}" if code > 0 else f"killed by {signal.Signals(-code).name}")
-        said = "".join((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-        if "Traceback (most recent call last)" in said:
-            problems.append(f"traceback: {_last_error(said)}")
-        elif code in (1, 2) and not said.strip():
+        reported = "".join((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+        if "Traceback (most recent call last)" in reported:
+            problems.append(f"traceback: {_last_error(reported)}")
+        elif code in (1, 2) and not reported.strip():
             problems.append("ended without a word")
         if left := _left_processes(self._pid):
             problems.append(f"left processes: {left}")
@@ -109,13 +109,13 @@ def _child(command: Callable[[], int], folder: Path, limits: Limits) -> None:
 
 
 def _obey_modes() -> None:
-    """Let the modes of files hold for root too, by dropping all capabilities."""
+    """Make file modes apply to root too, by dropping all capabilities."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Mode, size and time of change of all but what may be written; links are not followed."""
+    """Return mode, size and change time of all files that must not be written; links are not followed."""
     found: dict[str, tuple[int, int, int]] = {}
     for root, folders, files in os.walk(folder):
         inside = os.path.relpath(root, folder)
@@ -131,7 +131,7 @@ def _listing(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _left_processes(session: int) -> str:
-    """The processes of a session that are still there; they are killed."""
+    """Kill and return the remaining processes of a session."""
     left = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -145,8 +145,8 @@ def _left_processes(session: int) -> str:
     return "; ".join(left)
 
 
-def _last_error(said: str) -> str:
-    lines = said[said.rfind("Traceback (most recent call last)") :].splitlines()[1:]
+def _last_error(reported: str) -> str:
+    lines = reported[reported.rfind("Traceback (most recent call last)") :].splitlines()[1:]
     where = [line.strip() for line in lines if line.startswith("  File")]
     what = next((line for line in lines if line and not line.startswith(" ")), "")
     return f"{what[:200]} ({where[-1] if where else 'nowhere'})"

@@ -1,4 +1,4 @@
-"""A gloo process group that counts the bytes it sends: what a transport really puts on the wire."""
+"""Gloo process group that counts the bytes it sends, to measure a transport's traffic."""
 
 from __future__ import annotations
 

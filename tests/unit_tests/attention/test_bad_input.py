@@ -1,4 +1,4 @@
-"""What does not fit is a ValueError that names the argument and both values, on every rank, without a hang."""
+"""Wrong arguments raise a ValueError with the argument and both values, on every rank, without a hang."""
 
 import re
 
@@ -83,7 +83,7 @@ def _call_all(calls: list[dict]) -> list[str]:
     return [_call(options) for options in calls]
 
 
-def test_what_does_not_fit_is_named_on_every_rank():
+def test_wrong_arguments_are_named_on_every_rank():
     calls = [*BAD.values(), *((options | {"packed": True}, message) for options, message in BAD_PACKS.values())]
     for messages in run_ranks(_call_all, 2, [options for options, _ in calls]):
         for (_, pattern), message in zip(calls, messages, strict=True):
@@ -102,7 +102,7 @@ def _levels() -> list[str]:
     return messages
 
 
-def test_the_levels_of_a_hierarchy_must_meet_in_one_rank():
+def test_the_levels_of_a_hierarchy_must_share_one_rank():
     for rank, messages in enumerate(run_ranks(_levels, 4)):
         assert f"must have exactly rank {rank} in common, but share" in messages[0]
         assert f"must have exactly rank {rank} in common, but share" in messages[1]
@@ -158,7 +158,7 @@ def _disagree(change: str) -> str:
         ("nothing", "no error"),
     ],
 )
-def test_ranks_that_disagree_all_say_so_before_the_first_exchange(change, message):
+def test_different_arguments_raise_on_all_ranks_before_the_first_exchange(change, message):
     for text in run_ranks(_disagree, 3, change):
         if change == "comm_type":
             assert "comm_type differs between ranks" in text

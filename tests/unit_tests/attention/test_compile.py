@@ -12,9 +12,9 @@ from tests.unit_tests.attention.harness import COMM_TYPES, Case, make_groups
 
 
 def _compiled(backend: str, a2a_size: int) -> list[bool]:
-    """For each transport whether a compiled function around it gives what it gives as it is, twice."""
+    """Return for each transport whether a compiled caller gives the same results, twice."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Named inside of what is compiled, dist.group.WORLD would leave all of it to the interpreter.
+    # dist.group.WORLD inside the compiled function would leave all of it to the interpreter.
     pair, world, same = make_groups(a2a_size), dist.group.WORLD, []
     case = Case(heads=8, kv_heads=4, offset=True, dtype=torch.float32)
     inputs, dout = case.draw()
@@ -54,7 +54,7 @@ def test_a_compiled_caller_gets_the_same(backend, size, a2a_size):
 
 
 def _graphs() -> tuple[list[int], str]:
-    """The operations of each graph that is compiled, and what is said where there may be one alone."""
+    """Return the operations of each compiled graph, and the error with fullgraph."""
     graphs: list[int] = []
     world = dist.group.WORLD
 
@@ -76,7 +76,7 @@ def _graphs() -> tuple[list[int], str]:
     return graphs, "nothing"
 
 
-def test_nothing_of_it_is_in_a_graph():
-    ((graphs, said),) = run_ranks(_graphs, 1)
+def test_attention_is_in_no_compiled_graph():
+    ((graphs, reported),) = run_ranks(_graphs, 1)
     assert graphs == [1, 1]  # the product before it and the one behind it
-    assert "torch.compiler.disable" in said and "it communicates and chooses kernels on the host" in said
+    assert "torch.compiler.disable" in reported and "it communicates and chooses kernels on the host" in reported

@@ -342,8 +342,8 @@ def test_gradcheck():
 
 
 def _gradients_with_a_graph() -> list[str]:
-    """For each transport what is said of a second derivative, behind first ones that are those without a graph."""
-    pair, said = make_groups(2), []
+    """Return the error of a second derivative for each transport; first derivatives equal those without a graph."""
+    pair, reported = make_groups(2), []
     for comm_type in COMM_TYPES:
         inputs = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in range(3)]
         group = pair if comm_type == "a2a+p2p" else dist.group.WORLD
@@ -354,13 +354,13 @@ def _gradients_with_a_graph() -> list[str]:
             assert all(map(torch.equal, plain, graphed)), comm_type
             try:
                 torch.autograd.grad(loss + graphed[0].sum(), inputs, retain_graph=True)
-                said.append(f"{comm_type}: nothing")
+                reported.append(f"{comm_type}: nothing")
             except RuntimeError as error:
-                said.append(str(error))
-    return said
+                reported.append(str(error))
+    return reported
 
 
 def test_gradients_may_have_a_graph_but_no_derivatives():
-    """Not even where nobody would notice: a second derivative that is left out of a sum."""
-    for said in run_ranks(_gradients_with_a_graph, 4):
-        assert len(said) == 8 and all("second derivatives are not supported" in text for text in said), said
+    """Also if the second derivative would silently be missing from a sum."""
+    for reported in run_ranks(_gradients_with_a_graph, 4):
+        assert len(reported) == 8 and all("second derivatives are not supported" in text for text in reported), reported

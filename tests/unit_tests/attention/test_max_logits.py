@@ -1,4 +1,4 @@
-"""Each head's largest score, over all ranks of every transport, is that of all visible pairs written out."""
+"""The largest score of each head, over all ranks and transports, equals the naive result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zigzag split: its inverse, its definition, packs, and what it refuses."""
+"""The zigzag split: inverse, definition, packs, and refusals."""
 
 import subprocess
 import sys
@@ -81,7 +81,7 @@ def test_spans_are_the_real_tokens_of_partition_indices(pack):
 
 
 @pytest.mark.parametrize(("size", "group"), [(4, 2), (6, 2), (6, 3), (8, 4), (4, 4), (4, 1)])
-def test_neighbours_together_hold_the_shard_of_a_smaller_ring(size, group):
+def test_shards_of_neighbours_form_the_shard_of_a_smaller_ring(size, group):
     padded = [0, 2 * size, 2 * size, 8 * size]
     layout = Layout.packed(padded, None, size)
     order = regroup_order(layout, group)
@@ -103,7 +103,7 @@ def test_a_dense_shard_of_neighbours_is_one_or_two_runs_of_each(size, group):
     assert common.tolist() == regroup_order(layout, group).tolist()
 
 
-def test_one_ranks_part_is_the_whole_itself():
+def test_the_shard_of_one_rank_is_the_whole():
     """A copy of it would be out of the pinned memory that a GPU copies from."""
     x = torch.randn(2, 12)
     assert shard_sequence(x, 1, 0, 1) is x and shard_sequence(x, 1, 0, 1, [0, 5, 12]) is x
@@ -134,7 +134,7 @@ def test_sharding_is_differentiable():
         (lambda: unshard_sequence([], 0), "shards is empty"),
     ],
 )
-def test_what_does_not_fit_is_named(call, message):
+def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -149,7 +149,7 @@ def test_index_maths_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_offsets_that_were_sent_are_known_until_somebody_writes_to_them():
+def test_copied_offsets_are_cached_until_modified():
     sent = send_offsets((0, 8, 20), "cpu")
     assert sent.dtype == torch.int32 and sent.tolist() == [0, 8, 20]
     assert read_offsets(sent) == (0, 8, 20)

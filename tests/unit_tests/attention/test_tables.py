@@ -1,4 +1,4 @@
-"""Tables of a layout lie on the device once, whatever the number of layers."""
+"""Index tables of a layout are copied to the device once for all layers."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_rows_are_regrouped_and_brought_back(size: int, group: int) -> None:
     assert torch.equal(gradient[order], weights)
 
 
-def test_layers_share_what_was_sent(sent: list[np.ndarray]) -> None:
+def test_layers_share_copied_tables(sent: list[np.ndarray]) -> None:
     layout, x = Layout((5, 8), (8, 16), 4), torch.randn(24, 1)
     with torch.inference_mode():  # as an evaluation might
         regroup_rows(x, layout, 4)

@@ -1,4 +1,4 @@
-"""Tiles cover exactly the allowed pairs, once, with what kernels need: no empty rectangle, no row without keys."""
+"""Tiles cover exactly the allowed pairs, once, as kernels need them: no empty tile, no row without keys."""
 
 import numpy as np
 import pytest
@@ -106,7 +106,7 @@ def test_gathered_tiles_cover_the_whole_sequence(pack, mask, size, chunk):
 
 @given(packs(), masks)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_a_ring_stops_where_some_rank_sees_something_and_nowhere_else(pack, mask):
+def test_a_ring_skips_stops_that_no_rank_attends_to(pack, mask):
     cu_seqlens, padded, n = pack
     layout = Layout.packed(cu_seqlens, padded, n)
     needed = {
@@ -138,7 +138,7 @@ def test_an_unmasked_stop_is_one_tile():
         assert tile.kind is Kind.FULL and (tile.q_length, tile.k_length) == rows
 
 
-def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
+def test_a_kernel_that_skips_masked_pairs_gets_whole_diagonals():
     layout, causal = Layout.packed([0, 24, 60], [0, 32, 72], 2), Mask(None, 0)
 
     def tiles(found):
@@ -156,7 +156,7 @@ def test_a_kernel_that_skips_what_is_hidden_gets_diagonals_whole():
     # Of all keys up to the queries' last, the diagonal ends in the last corner.
     gathered = tiles(plan_gathered(layout, 1, causal, TileSize()))
     assert gathered == [(Kind.BAND, 0, 16, 0, 24), (Kind.BAND, 16, 20, 32, 30)]
-    # A kernel that knows squares only gets what lies before the diagonal apart.
+    # A kernel for squares only gets the part before the diagonal separately.
     own, before = tiles(plan_gathered(Layout.dense(32, 2), 0, causal, TileSize(squares=True))), (Kind.FULL, 8, 8, 0, 16)
     assert before in own and {kind for kind, *_ in own} == {Kind.FULL, Kind.CAUSAL}
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, what it prints, and that it stays light."""
+"""The command line: exit codes, messages, output, and light imports."""
 
 import os
 import shlex
@@ -115,7 +115,7 @@ def test_a_run_that_breaks_a_rule_does_not_start(run, started):
     assert "start 4 ranks (megatron-cp train -n 4 or a multiple)" in err
 
 
-def test_a_run_says_what_auto_is_and_what_to_mind(run, started, monkeypatch):
+def test_a_run_logs_auto_settings_and_warnings(run, started, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     code, out, _ = run(
         "train", "--recipe", TINY, "model.cp_comm_type=auto", "model.hierarchical_context_parallel_sizes=null",
@@ -139,7 +139,7 @@ def test_a_described_environment_is_for_looking_only(run, started):
     ids=["the first rank", "the first of another node", "another"],
 )
 def test_one_rank_of_a_node_reports(run, started, monkeypatch, rank, local_rank, waits, begin):
-    """The launcher ends the other ranks of its node as soon as one has failed, and those of other nodes do not know."""
+    """The launcher ends the other ranks of its node as soon as one fails; ranks of other nodes get no message."""
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
@@ -150,7 +150,7 @@ def test_one_rank_of_a_node_reports(run, started, monkeypatch, rank, local_rank,
 
 
 @pytest.mark.parametrize("text", ["four", "", "\u00b2", "-1", "9" * 5000])
-def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
+def test_invalid_launcher_variables(run, started, monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)
     for command in (["train"], ["validate"], ["verify"]):
         code, _, err = run(*command, "--recipe", TINY)
@@ -170,7 +170,7 @@ def test_a_launcher_that_says_nonsense(run, started, monkeypatch, text):
     assert code == 2 and "unknown recipe 'nope'" in err
 
 
-def test_a_rank_that_is_not_there(run, started, monkeypatch):
+def test_a_missing_rank(run, started, monkeypatch):
     """The ranks that are would wait for it, or it for them, until they give up."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "4")
@@ -202,7 +202,7 @@ def test_errors_of_a_run_become_exit_codes(run, started, monkeypatch, error, cod
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("module", ["megatron_cp.rules", "hydra"], ids=["before the command", "in it"])
 @pytest.mark.parametrize("program", ["-m", "run_recipe.py"])
-def test_an_interrupted_command_is_no_traceback(program, module, rank):
+def test_an_interrupted_command_prints_no_traceback(program, module, rank):
     start = 'runpy.run_module("megatron_cp", run_name="__main__")'
     if program == "run_recipe.py":
         start = 'runpy.run_path("scripts/training/run_recipe.py", run_name="__main__")'
@@ -220,8 +220,8 @@ sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r
         [sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"RANK": str(rank)},
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    said = "" if rank else "megatron-cp: interrupted\n"  # the first speaks for all
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+    reported = "" if rank else "megatron-cp: interrupted\n"  # the first reports for all
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", reported)
 
 
 def test_the_installed_program_is_the_module():
@@ -230,7 +230,7 @@ def test_the_installed_program_is_the_module():
     assert programs == {"megatron-cp": "megatron_cp.__main__:main"}
 
 
-def test_a_fault_of_the_data_is_no_failure_while_running(run, started, monkeypatch):
+def test_faults_of_data_exit_with_two(run, started, monkeypatch):
     def fail(config):
         raise DataError("corpus.jsonl:2: not valid JSON")
 
@@ -333,7 +333,7 @@ def test_the_script_is_the_train_command():
     assert script.stdout == command.stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_closed_output_pipe_is_no_error():
     process = subprocess.run(
         f"{shlex.quote(sys.executable)} -m megatron_cp train --recipe {TINY} --print-config | head -1",
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
@@ -342,7 +342,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said"),
+    ("command", "code", "reported"),
     [
         (f"validate --recipe {TINY} >&-", 0, ""),
         ("doctor >&-", 0, ""),
@@ -350,12 +350,12 @@ def test_a_reader_that_leaves_early_is_no_error():
         ("schedule --distribution mock --count 64 --longest 8192 --ranks 8 | true", 0, ""),
     ],
 )
-def test_an_output_that_cannot_be_written_is_no_traceback(command, code, said):
+def test_an_unwritable_output_prints_no_traceback(command, code, reported):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{shlex.quote(sys.executable)} -m megatron_cp {command}"],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, reported)
 
 
 def test_a_recipes_variables_are_set_before_torch_and_exported_ones_win(run, started, monkeypatch):

@@ -1,4 +1,4 @@
-"""``megatron-cp doctor`` on machines that are not there: planted drivers, packages and GPUs."""
+"""``megatron-cp doctor`` on simulated machines: drivers, packages and GPUs."""
 
 import ctypes
 import dataclasses
@@ -72,7 +72,7 @@ def test_experts_are_among_the_fused_kernels(run):
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "said"),
+    ("found", "code", "reported"),
     [
         (machine(transformer_engine=None), 0, "  install Transformer Engine for the fastest"),
         (machine(transformer_engine="2.9.0"), 0, "  update Transformer Engine from 2.9.0 to at least 2.10.0"),
@@ -93,9 +93,9 @@ def test_experts_are_among_the_fused_kernels(run):
         (machine(flash_attn=None, apex=None, mamba_ssm=None, causal_conv1d=None, NCCL=None), 0, "nothing to do"),
     ],
 )
-def test_what_to_install(run, found, code, said):
+def test_missing_packages_are_named(run, found, code, reported):
     assert run(found)[0] == code
-    assert said in run(found)[1]
+    assert reported in run(found)[1]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_which_attention_and_why(run, found, overrides, attention):
     assert ("  fused kernels      none of Transformer Engine's" in out) == (not te_layers)
 
 
-def test_what_a_recipe_would_use_is_to_do_and_said_once(run):
-    """As rule K57 says it; what it would not use is not named."""
+def test_missing_packages_of_a_recipe_are_listed_once(run):
+    """With the wording of rule K57; packages that the recipe does not use are not named."""
     found = machine(transformer_engine=None, mamba_ssm=None)
     hybrid = ("--recipe", "mamba_hybrid_tiny_pretrain_config")
     code, out, err = run(found, *hybrid)
@@ -167,7 +167,7 @@ def test_the_size_of_the_world(run):
     assert code == 2 and "error A2" in err
 
 
-def test_the_size_of_the_world_is_that_of_other_commands(run, monkeypatch):
+def test_the_world_size_is_as_in_other_commands(run, monkeypatch):
     code, out, err = run(GPU_MACHINE, "--recipe", TINY, "--world-size", "0")
     assert code == 2 and f"{TINY} on 0 ranks" in out and "A1: world size: must be an integer of at least 1" in err
     monkeypatch.setenv("WORLD_SIZE", "16")
@@ -175,7 +175,7 @@ def test_the_size_of_the_world_is_that_of_other_commands(run, monkeypatch):
     assert f"{TINY} on 8 ranks" in run(GPU_MACHINE, "--recipe", TINY, "--world-size", "8")[1]
 
 
-def test_what_is_compiled_in_the_first_step_can_be(run):
+def test_compilers_of_the_first_step_are_checked(run):
     """Triton compiles how each fused kernel is started."""
     code, out, _ = run(dataclasses.replace(GPU_MACHINE, to_compile=("a C compiler (gcc)", "Python's headers")))
     assert code == 1 and "  needed: install a C compiler (gcc) and Python's headers: " in out
@@ -252,7 +252,7 @@ def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
     assert expected in [finding.text for finding in doctor.findings(found)]
 
 
-def test_what_needs_a_driver_is_not_tried_without_one(run, monkeypatch):
+def test_checks_that_need_a_driver_are_skipped_without_one(run, monkeypatch):
     tried = []
     monkeypatch.setattr(doctor, "_try", lambda libraries: tried.extend(x.name for x in libraries) or {})
     te = "transformer-engine"
@@ -280,7 +280,7 @@ def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 class FakeNvml:
-    """The driver's library, as far as it is asked."""
+    """The functions of the driver's library that doctor calls."""
 
     nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
 
@@ -307,7 +307,7 @@ class FakeNvml:
         memory._obj.total = 80 * 2**30
 
 
-def test_what_the_driver_says(monkeypatch):
+def test_driver_versions(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml())
     assert nvml.read_driver() == DRIVER
     monkeypatch.setattr(FakeNvml, "nvmlInit_v2", staticmethod(lambda: 9))

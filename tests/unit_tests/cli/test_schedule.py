@@ -70,7 +70,7 @@ ALIKE = ["--distribution", "chat", "--count", "64", "--longest", "512", "--ranks
 
 
 @pytest.mark.parametrize(("options", "gain"), [(SMALL, True), (ALIKE, False)], ids=["faster", "no faster"])
-def test_what_is_simulated_is_called_so_and_no_label_is_over_the_bars(options, gain, tmp_path, monkeypatch, capsys):
+def test_simulated_values_are_labelled_and_labels_do_not_overlap_bars(options, gain, tmp_path, monkeypatch, capsys):
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
@@ -112,14 +112,14 @@ def test_reads_a_megatron_index(tmp_path, capsys):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
-    for length in (7, 0, 300, 1, 2500):  # of which two have nothing to predict
+    for length in (7, 0, 300, 1, 2500):  # two of them have nothing to predict
         builder.add_document(torch.arange(length, dtype=torch.int32), [length])
     builder.finalize(str(tmp_path / "text.idx"))
     assert main(["--lengths", str(tmp_path / "text.idx"), "--ranks", "4", "--max-seqlen-per-rank", "1024"]) == 0
     assert "3 samples, 2807 tokens (longest 2500" in capsys.readouterr().out
 
 
-def test_lengths_of_a_file_are_cut_where_that_is_asked_for(tmp_path, capsys):
+def test_lengths_of_a_file_are_cut_on_request(tmp_path, capsys):
     path = tmp_path / "lengths.txt"
     path.write_text("200000 100 200")
     options = ["--lengths", str(path), "--ranks", "64"]
@@ -198,7 +198,7 @@ def test_a_damaged_archive_is_explained(tmp_path, capsys):
     assert f"{path}: cannot be read" in capsys.readouterr().err
 
 
-def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys):
+def test_simulation_settings_are_checked(tmp_path, capsys):
     step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
     (tmp_path / "schedules.jsonl").write_text(json.dumps({"iteration": 1} | record(step)) + "\n")
     assert main(["--from-run", str(tmp_path)]) == 0
@@ -207,7 +207,7 @@ def test_what_a_run_is_simulated_with_is_checked(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--count", "--longest", "--seed", "--max-seqlen-per-rank"])
-def test_what_a_run_has_recorded_cannot_be_given(tmp_path, capsys, option):
+def test_recorded_settings_of_a_run_cannot_be_given(tmp_path, capsys, option):
     assert main(["--from-run", str(tmp_path), option, "4"]) == 2
     error = capsys.readouterr().err
     assert f"{option}: --from-run ignores it. Fix: use it with" in error
@@ -226,7 +226,7 @@ RUN = {"context_parallel_size": 2, "microbatch_multiple": 4, "sync_ranks": 2, "p
     ],
     ids=["as it was", "asked for", "a larger size", "of an older version"],
 )
-def test_a_run_is_shown_as_it_keeps_step(tmp_path, capsys, recorded, options, like, size):
+def test_a_run_is_simulated_in_lockstep_as_it_trained(tmp_path, capsys, recorded, options, like, size):
     """The longest sample needs two ranks; like a plan of the same lengths, but for its dynamic schedule."""
     lengths = [100, *range(5, 60)]
     found = Scheduled(schedule(lengths, 4, 64, sync_ranks=2, pipeline_size=3), lengths, PRESETS["h100_8b"])
@@ -299,7 +299,7 @@ def test_a_broken_index_is_explained(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_files_that_cannot_be_written_are_told_before_any_work(tmp_path, capsys, monkeypatch, option):
+def test_unwritable_files_are_reported_before_any_work(tmp_path, capsys, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
     nowhere = tmp_path / "no" / "x"
     for path, message in (

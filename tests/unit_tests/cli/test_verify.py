@@ -1,4 +1,4 @@
-"""``megatron-cp verify`` as a person meets it: table, verdict, exit code."""
+"""``megatron-cp verify`` from the command line: table, verdict, exit code."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ def of_all_ranks(*arguments: str, fault: str | None = None) -> tuple[int, str, s
     return results[0][0], results[0][1], "".join(err for _, _, err in results)
 
 
-def test_a_right_layout_ends_with_zero() -> None:
+def test_a_correct_layout_exits_with_zero() -> None:
     code, out, err = of_all_ranks()
     assert code == 0 and "EQUAL: results match the reference" in out, (out, err)
     for row in ("worst gradient, step 1: ", "loss, step 3", "gradient norm", "learning rates"):
@@ -38,7 +38,7 @@ def test_a_right_layout_ends_with_zero() -> None:
     assert "HIERARCHICAL_CONTEXT_PARALLEL_GROUPS a2a=[[0,1],[2,3]] p2p=[[0,2],[1,3]]" in err
 
 
-def test_a_fault_ends_with_one_and_says_where_to_look() -> None:
+def test_a_fault_exits_with_one_and_a_diagnosis() -> None:
     code, out, _ = of_all_ranks("--steps", "1", fault="skipped_hop")
     text = " ".join(out.split())
     assert code == 1 and "DIFFERENT" in text and "WRONG" in text and "EQUAL" not in text, out
@@ -60,7 +60,7 @@ def test_two_layouts_against_each_other() -> None:
 
 
 def test_the_flags_of_a_run_lay_out_both_sides() -> None:
-    """As in ``train``; overrides, those of ``--against`` among them, win over them."""
+    """As in ``train``; overrides take precedence, also those of ``--against``."""
     flags = ["-cp", "2", "-tp", "2", "--micro-batch-size", "2"]
     p2p = ["model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"]
     code, out, err = of_all_ranks(*flags, "--steps", "1", "--against", "model.cp_comm_type=a2a", *p2p)
@@ -84,7 +84,7 @@ def test_the_full_size() -> None:
         pytest.param(["model.cp_comm_type=ring"], "Unsupported communication type: ring", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_run_ends_with_two(arguments: list[str], message: str) -> None:
+def test_invalid_runs_exit_with_two(arguments: list[str], message: str) -> None:
     results: list[Any] = run_ranks(verify, 4, arguments)
     code, _, err = results[0]
     assert code == 2 and message in err and "Traceback" not in err, (code, err)

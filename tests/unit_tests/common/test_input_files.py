@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: nothing is waited for, and nothing without an end is read."""
+"""Files of other programs: reading never blocks, and endless files are not read."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from megatron_cp.config.recipes import load_recipe
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration
 
 
-def test_a_pipe_is_read_to_its_end_and_its_writer_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_read_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Is a pipe without a writer"):
         read_bytes(tmp_path / "pipe")

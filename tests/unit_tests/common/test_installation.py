@@ -1,4 +1,4 @@
-"""What is typed to install more, in a clone and where a wheel is installed."""
+"""Commands that install further packages, in a clone and for a wheel."""
 
 import shlex
 import tomllib
@@ -14,7 +14,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 @pytest.mark.parametrize("extra", ["gpu", "mamba", "wandb"])
-def test_an_extra_is_installed_by_its_own_packages(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixes_for_extras_name_their_packages(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation.clone() == ROOT
     assert installation.how_to_install(extra).startswith("in the clone: ")
     monkeypatch.setattr(installation, "clone", lambda: None)

@@ -1,4 +1,4 @@
-"""What a recipe reads from the environment is used, named, and never written or shown."""
+"""Environment values in recipes are used and named, but never written or printed."""
 
 import copy
 import pickle
@@ -79,7 +79,7 @@ def test_overrides_and_files_too(tmp_path: Path) -> None:
     assert SECRET not in to_yaml(config)
 
 
-def test_a_run_goes_on_with_another_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_another_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loaded(tmp_path)
     common = {"config": config.as_written()}
     monkeypatch.setenv("SECRET", "another-secret")
@@ -95,13 +95,13 @@ def test_a_run_goes_on_with_another_secret(tmp_path: Path, monkeypatch: pytest.M
     assert "${oc.env:SECRET}/a" in str(data_differences(other, common))
 
 
-def test_ranks_compare_values_and_show_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_secrets_without_printing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = fingerprint(asdict(loaded(tmp_path)), Environment())
     monkeypatch.setenv("SECRET", "another-secret")
     other = fingerprint(asdict(loaded(tmp_path)), Environment())
     assert digest(mine) != digest(other)
-    said = "\n".join(map(str, differences([mine, other])))
-    assert "logger.wandb_exp_name" in said and SECRET not in said and "another-secret" not in said
+    reported = "\n".join(map(str, differences([mine, other])))
+    assert "logger.wandb_exp_name" in reported and SECRET not in reported and "another-secret" not in reported
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_variables_are_named_and_the_dry_run_keeps_them(
     assert SECRET not in out and yaml.safe_load(out)["logger"]["wandb_exp_name"] == "${oc.env:SECRET}"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    load_recipe(tmp_path / "mine.yaml")  # one rank says it
+    load_recipe(tmp_path / "mine.yaml")  # one rank logs it
     monkeypatch.setenv("RANK", "0")
     load_recipe(TINY)
     assert len(caplog.messages) == 1

@@ -1,4 +1,4 @@
-"""What is made in the background: when it is begun, by whom, and what becomes of it."""
+"""Prefetching in the background: values, their number, errors, and the end."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megatron_cp.common.prefetch import Prefetch
 
 
 class Made:
-    """Makes what it is told to, when it may."""
+    """Return the given value when allowed."""
 
     def __init__(self, may: bool = True) -> None:
         self.asked: list[object] = []

@@ -1,4 +1,4 @@
-"""Nothing that a file holds moves a terminal's cursor, sets its title or turns its text around."""
+"""Text from files cannot move the cursor, set the terminal's title or reverse text."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ ESCAPES = {
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def said(capfd: pytest.CaptureFixture[str]) -> str:
+def printed(capfd: pytest.CaptureFixture[str]) -> str:
     text = "".join(capfd.readouterr())
     assert not UNSAFE.search(text), ascii(text)
     return text
@@ -64,11 +64,11 @@ def test_keys_values_and_names_of_a_recipe(tmp_path: Path, capfd: pytest.Capture
     ):
         file.write_text(content)
         assert main(["validate", "--recipe", str(file), "--world-size", "4"]) == EXIT_CONFIG, content
-        assert said(capfd)
+        assert printed(capfd)
     file.write_text(f"defaults: [{TINY}, _self_]\nlogger: {{wandb_entity: {name}}}\nrecipe: {name}\n")
     for command in (["validate"], ["train", "--dry-run"], ["train", "--print-config"], ["doctor"]):
         assert main([*command, "--recipe", str(file)]) == EXIT_OK
-        assert said(capfd)
+        assert printed(capfd)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_keys_values_and_names_of_a_recipe(tmp_path: Path, capfd: pytest.Capture
 def test_names_on_the_command_line(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     everything = "".join(ESCAPES.values()) + "\udcff"
     assert main([text.format(everything) for text in arguments]) == EXIT_CONFIG
-    assert "\\x1b" in said(capfd)
+    assert "\\x1b" in printed(capfd)
 
 
 def test_a_report_of_foreign_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_a_report_of_foreign_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
     (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 1.0, "timers_s": {"\\u001b[2J": 1.0}}\n')
     (run / "config.yaml").write_text('recipe: "\\e[2J\\n\\u202e"\nmodel: {cp_comm_type: "\\e[2J"}\n')
     assert main(["report", str(run)]) == EXIT_OK
-    text = said(capfd)
+    text = printed(capfd)
     assert text.count("\\x1b[2J") >= 2 and "\\nline" in text and "\\u202e" in text
 
 

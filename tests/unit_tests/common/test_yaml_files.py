@@ -1,4 +1,4 @@
-"""Files of a few lines that stand for a billion values are refused at once, with one message."""
+"""YAML files of a few lines that expand to a billion values are refused quickly, with one message."""
 
 import time
 from collections.abc import Callable

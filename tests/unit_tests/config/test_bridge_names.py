@@ -1,4 +1,4 @@
-"""Names of Megatron-Bridge: what asks for nothing else than what is done is taken, all else is explained."""
+"""Names of Megatron-Bridge: settings without effect are accepted, all others explained."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_row_hides_a_setting() -> None:
 
 
 def test_every_name() -> None:
-    """What asks for nothing, or for what is done anyway, is accepted; all else is explained."""
+    """A value without effect, or one that always applies, is accepted; all others are explained."""
     ours = asdict(RunConfig())
     for name, meaning in _NAMES.items():
         for value in ("anything", 3, True) if meaning.accepted is None else meaning.accepted:
@@ -183,12 +183,12 @@ def test_examples(override: str, expected: str) -> None:
     assert expected in text and "did you mean" not in text
 
 
-def test_the_distributed_optimizer_is_said_twice() -> None:
+def test_the_distributed_optimizer_has_two_names() -> None:
     config = load_recipe(TINY, ["optimizer.use_distributed_optimizer=false", "ddp.use_distributed_optimizer=false"])
     assert config.optimizer.use_distributed_optimizer is False
 
 
-def test_a_dtype_that_agrees_is_accepted() -> None:
+def test_a_dtype_equal_to_the_precision_is_accepted() -> None:
     load_recipe(TINY, ["mixed_precision=bf16_mixed", "model.pipeline_dtype=torch.bfloat16"])
     assert "set mixed_precision instead" in problem("mixed_precision=fp32", "model.pipeline_dtype=torch.bfloat16")
 
@@ -202,5 +202,5 @@ def test_kernels_of_attention(backend: str) -> None:
     assert config.value_at("model.attention_backend") in ("te", "native")
 
 
-def test_no_backend_leaves_it_to_the_run() -> None:
+def test_a_null_backend_means_auto() -> None:
     assert load_recipe(TINY, ["model.attention_backend=null"]).model.attention_backend == "auto"

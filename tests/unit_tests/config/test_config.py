@@ -1,4 +1,4 @@
-"""The configuration itself: what follows from what."""
+"""The configuration: derived values."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.rules import check
 
 
-def test_finalize_fills_what_the_rest_decides_and_may_be_repeated():
+def test_finalize_fills_derived_values_and_is_idempotent():
     config = RunConfig(model=ModelConfig(hidden_size=96, num_attention_heads=6), recipe="mine").finalize()
     model = config.model
     assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (384, 16, 6)
@@ -43,12 +43,12 @@ def test_evaluation_in_groups_of_its_own_runs_packs():
     assert RunConfig(model=ModelConfig(sequence_packing_scheduler="dp_balanced")).runs_packs
 
 
-def test_data_parallel_size_is_what_the_layout_leaves():
+def test_data_parallel_size_is_the_rest_of_the_layout():
     config = RunConfig(model=ModelConfig(tensor_model_parallel_size=2, context_parallel_size=4))
     assert (config.model.fewest_ranks, config.model.data_parallel_size(24)) == (8, 3)
 
 
-def test_evaluation_has_the_batches_of_training_where_it_has_none_of_its_own():
+def test_evaluation_defaults_to_the_batches_of_training():
     config = RunConfig()
     config.train.global_batch_size, config.train.micro_batch_size = 12, 3
     assert config.evaluation_batch == (12, 3)

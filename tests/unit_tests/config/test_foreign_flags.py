@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and Megatron-Bridge are answered with settings that work when they are typed."""
+"""Flags of Megatron-LM and Megatron-Bridge are errors with settings that work when typed."""
 
 import re
 import shlex
@@ -61,7 +61,7 @@ def test_the_printed_command_composes(
     assert yaml.safe_load(capsys.readouterr().out)["rng"]["seed"] == 7
 
 
-def test_flags_that_are_ours_stay_and_others_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_flags_are_kept_and_others_removed(capsys: pytest.CaptureFixture[str]) -> None:
     text = answered(
         capsys, "--micro-batch-size", "2", "--use-flash-attn", "--tp-comm-overlap", "--moe-router-topkk", "2"
     )

@@ -1,4 +1,4 @@
-"""The recipes against the numbers that were published for the models and for the training recipes."""
+"""The recipes against published numbers of models and training recipes."""
 
 import math
 from dataclasses import asdict, replace
@@ -73,7 +73,7 @@ HIERARCHICAL = {
     "llama3_8b_128k_hcp_config": (64, [2, 4], 131072),
     "llama3_8b_1m_hcp_config": (128, [4, 16], 1048576),
 }
-# Recipes with dynamic context parallelism, and the one that each of them switches it on in.
+# Recipes with dynamic context parallelism -> the recipe that each of them extends.
 DYNAMIC = {"llama3_8b_128k_dynamic_cp_pretrain_config": "llama3_8b_128k_pretrain_config"}
 SWITCH = ["model.dynamic_context_parallel=true"]
 
@@ -121,8 +121,8 @@ def test_number_of_parameters_is_the_published_one(name):
     assert round((m.num_layers * layer + embeddings + m.hidden_size) / 1e9, 2) == PARAMETERS[name]
 
 
-def test_qwen_is_the_published_one_lengthened_as_its_model_card_says():
-    """Its config.json, and what the card adds to that for 128K tokens."""
+def test_qwen_is_the_published_one_lengthened_as_on_its_model_card():
+    """Its config.json, and the card's additions for 128K tokens."""
     m = load_recipe("qwen3_8b_128k_yarn_hcp_config").model
     _, published = model_from_hf(
         {
@@ -197,7 +197,7 @@ NEMOTRONS = {
         "moe_latent_size": 1024, "routed_scaling_factor": 5.0, "norm_topk_prob": True,
     }),
 }  # fmt: skip
-# The layers that predict further tokens, which transformers does not build: two uses of one, attention and experts.
+# Layers of multi-token prediction, which transformers does not build: two uses of one, attention and experts.
 FURTHER = {"nemotron_3_super_128k_dynamic_cp_pretrain_config": ("/*E/*E", 2, True)}
 
 
@@ -257,7 +257,7 @@ def test_every_llama_recipe_is_held_against_something_published():
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_recipes_differ_from_a_published_one_in_nothing_else(name):
+def test_dynamic_recipes_differ_from_published_ones_only_in_packing(name):
     changed = asdict(load_recipe(name))
     plain = asdict(load_recipe(DYNAMIC[name], [*SWITCH, "dataset.mock_lengths=documents"]))
     for config in (changed, plain):
@@ -270,7 +270,7 @@ def test_dynamic_recipes_differ_from_a_published_one_in_nothing_else(name):
 
 @pytest.mark.parametrize("name", list_recipes())
 @pytest.mark.parametrize("environment", ["gpu", "cpu"])
-def test_every_recipe_keeps_the_rules_at_its_own_size(name, environment):
+def test_every_recipe_passes_the_rules_at_its_own_size(name, environment):
     config = load_recipe(name)
     violations = check(config, config.recipe_world_size, environment=environment)
     assert [v for v in violations if v.severity == "error"] == []

@@ -428,7 +428,7 @@ def test_a_wheel_brings_every_file():
     assert packed == {*(root / "recipes").rglob("*.yaml"), *(root / "configs").rglob("*.yaml")}
 
 
-def test_a_value_that_is_still_to_be_given_is_asked_for(tmp_path):
+def test_a_missing_value_is_an_error(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model:\n  num_layers: ???\n  hidden_size: ???\ntrain:\n  train_iters: ???\n")
     with pytest.raises(ConfigError) as raised:
@@ -451,7 +451,7 @@ def test_a_single_override_needs_no_list():
     assert load_recipe(TINY, "model.num_layers=2").model.num_layers == 2
 
 
-def test_what_follows_from_a_layout_is_left_to_follow(tmp_path: Path) -> None:
+def test_derived_values_adapt_to_a_new_layout(tmp_path: Path) -> None:
     """A run's configuration is a recipe, and its layout and lengths are not the last."""
     layout = ["model.tensor_model_parallel_size=2", "model.cp_comm_type=p2p", "dataset.seq_length=128"]
     layout += ["model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=2"]

@@ -1,4 +1,4 @@
-"""What is known of a setting stands where it is declared, and all else follows from it."""
+"""Facts of a setting are stated where it is declared, and everything else is derived from them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def test_one_line_adds_a_setting_that_is_passed_on(one_more: type[RunConfig]) ->
     built = transformer_config(config.model, config.mixed_precision)
     assert (built.config_logger_dir, built.moe_input_jitter_eps) == ("somewhere", -1.0)
     context = Context(config, 1, None, Environment.detect())
-    for found in (unused_settings(config), RULES["K30"].check(context)):  # that nothing reads it, and its range
+    for found in (
+        unused_settings(config),
+        RULES["K30"].check(context),
+    ):  # the note that the setting is unused, and its range
         assert [each.field for each in found] == ["model.moe_input_jitter_eps"]
     assert on_single_rank(config).model.config_logger_dir == ""
     build(one_more, {"model": {"config_logger_dir": 3}}, problems)
@@ -68,8 +71,8 @@ def test_every_setting_is_declared_with_its_facts() -> None:
     assert len(settings()) > 200
 
 
-def test_what_is_translated_is_megatron_cores() -> None:
-    """Or nothing is passed on, and nothing translated: the mark would say what is not so."""
+def test_translated_settings_exist_in_megatron_core() -> None:
+    """Otherwise nothing is passed on or translated, and the mark would be wrong."""
     for section, upstream in write_settings.UPSTREAM.items():
         known = {each.name for each in fields(upstream)}
         for name, facts in facts_of(type(getattr(RunConfig(), section))).items():
@@ -107,7 +110,7 @@ def test_names_are_those_of_settings() -> None:
     assert used > 500
 
 
-def test_the_reference_is_written_anew() -> None:
+def test_the_reference_is_current() -> None:
     assert write_settings.PATH.read_text(encoding="utf-8") == write_settings.document()
 
 

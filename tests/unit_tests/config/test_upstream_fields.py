@@ -1,7 +1,7 @@
-"""Every field of megatron-core's and Megatron-Bridge's configurations is a setting here, or is named with a reason.
+"""Every field of megatron-core's and Megatron-Bridge's configurations is a setting here, or listed with a reason.
 
 A new release of megatron-core fails these tests with the names that it adds. The names of Megatron-Bridge are stored
-beside this file, as it is not installed.
+beside this file, because it is not installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CORE = [
     ("ddp", DistributedDataParallelConfig),
 ]
 BRIDGE: dict[str, str] = yaml.safe_load((Path(__file__).parent / "bridge_0_6_2_fields.yaml").read_text())
-# Of published configurations, or of earlier releases, whose recipes are still met.
+# Fields of published configurations, or of earlier releases whose recipes are still in use.
 OTHERS = {
     *("model.rope_theta", "model.tie_word_embeddings", "model.rms_norm_eps", "model.intermediate_size"),
     *("model.num_hidden_layers", "model.num_key_value_heads", "model.head_dim"),
@@ -63,12 +63,12 @@ def test_megatron_bridge(section: str) -> None:
     assert left == [] or section in names().sections
 
 
-def test_no_name_is_of_nobody() -> None:
+def test_every_listed_name_exists_upstream() -> None:
     assert sorted(set(names().settings) - upstream() - OTHERS) == []
 
 
 @pytest.mark.parametrize(("section", "config"), [each for each in CORE if each[1] is not MLATransformerConfig])
-def test_defaults_ask_for_nothing(section: str, config: type) -> None:
+def test_upstream_defaults_are_accepted(section: str, config: type) -> None:
     """A configuration that writes out all defaults of megatron-core is taken, dtypes as Bridge writes them.
 
     Those of latent attention ask for YaRN.

@@ -1,4 +1,4 @@
-"""The command in a process of its own, and what it says."""
+"""Run the command in its own process and return its output."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
     os.environ.pop("WORLD_SIZE", None)
     if before is not None:
         before(Path(folder))
-    path = Path(folder) / "said"
+    path = Path(folder) / "reported"
     sys.stdout = sys.stderr = path.open("w", buffering=1)
     code = main(["convert", *arguments])
     return code, path.read_text()

@@ -1,4 +1,4 @@
-"""Small models of every family, with random weights, as Hugging Face's library makes and computes them."""
+"""Small models of every family with random weights, made and computed by Hugging Face's library."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ GEMMA3 = {
     "query_pre_attn_scalar": 20,
     "rope_local_base_freq": 100.0,
 }
-# Each family, with and without what its settings choose.
+# Each family, with and without its optional features.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     "llama tied, scaled rope": {

@@ -1,4 +1,4 @@
-"""What cannot be converted is told at once, with exit code 2, and leaves nothing behind."""
+"""Models that cannot be converted: all reasons at once, exit code 2, no files left."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def change_weights(folder: Path, **shapes: Any) -> None:
 
 
 def change_header(folder: Path, length: int | None = None, **values: Any) -> None:
-    """Another header of the weights' file: its length, or what it says of the last norm."""
+    """Change the header of the weights' file: its length, or its entry of the last norm."""
     path = folder / "hf/model.safetensors"
     content = path.read_bytes()
     (size,) = struct.unpack_from("<Q", content)
@@ -59,7 +59,7 @@ def cut(path: Path, size: int) -> None:
 
 
 NORM = "model__norm__weight"
-# What was done to a published model, and what is said of it.
+# Change to a published model, and the message.
 BROKEN = {
     "no config": (lambda f: os.remove(f / "hf/config.json"), "config.json: cannot be read: No such file"),
     "no json": (lambda f: cut(f / "hf/config.json", 40), "config.json: is not valid JSON"),
@@ -107,7 +107,7 @@ BROKEN = {
         "model.norm.weight has shape (32,) instead of (64,)",
     ),
     "layers": (lambda f: change(f, num_hidden_layers=3), "num_hidden_layers=3: the weights have 2 layers"),
-    # Sizes that would fill the memory, mostly before there is a tensor of them.
+    # Sizes that would fill the memory, mostly before a tensor is created.
     "many layers": (lambda f: change(f, num_hidden_layers=10**9), "=1000000000: the weights have 2 layers"),
     "wide": (lambda f: change(f, hidden_size=10**9), "hidden_size=1000000000: the weights' largest dimension is 192"),
     "wide heads": (lambda f: change(f, head_dim=10**30), "head_dim=1000000000000000000000000000000: the weights'"),
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_imported(convert: Any, tmp_path: Path, what: str
     assert what.startswith("target") or not (tmp_path / "mcore").exists()
 
 
-def test_all_that_has_no_counterpart_is_told_at_once(convert: Any, tmp_path: Path) -> None:
+def test_all_settings_without_counterpart_are_reported_together(convert: Any, tmp_path: Path) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "mistral")
         change(folder, hidden_act="gelu", mlp_bias=True, attention_bias=True)
@@ -192,7 +192,7 @@ def test_all_that_has_no_counterpart_is_told_at_once(convert: Any, tmp_path: Pat
     assert all(name in text for name in ("hidden_act", "mlp_bias", "attention_bias"))
 
 
-def test_a_full_disk_leaves_nothing(convert: Any, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(convert: Any, tmp_path: Path) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "llama")
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_nothing(convert: Any, tmp_path: Path) -> None:
     code, text = convert("import", "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore", before=before)
     assert code == 1
     assert "could not be written" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "reported"]
 
     def import_first(folder: Path) -> None:
         from megatron_cp.convert.importing import import_model
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_nothing(convert: Any, tmp_path: Path) -> None:
     code, text = convert(*out, before=import_first)
     assert code == 1
     assert "could not be written" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore", "reported"]
 
 
 def test_a_checkpoint_that_cannot_be_exported(convert: Any, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "conversion runs in a single process" in capsys.readouterr().err
 
 
-def test_a_stop_leaves_nothing(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_leaves_no_files(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def before(folder: Path) -> None:
         publish(folder / "hf", "llama")
         monkeypatch.setattr(
@@ -294,4 +294,4 @@ def test_a_stop_leaves_nothing(convert: Any, tmp_path: Path, monkeypatch: pytest
 
     paths = ("--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "mcore")
     assert convert("import", *paths, before=before)[0] == 143
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "said"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "reported"]

@@ -1,4 +1,4 @@
-"""A published model is the same model here, under every layout, and the same again when it is published."""
+"""A published model is the same model here, under every layout, and again after export."""
 
 import os
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_a_published_model_computes_the_same_here_and_comes_back_bit_by_bit(tmp_
 
 
 def loss_of_a_batch(folder: str, variant: str) -> float:
-    """What Hugging Face's library says of the first batch that a run would train on."""
+    """Return the loss of Hugging Face's library on the first batch of a run."""
     path = Path(folder)
     publish(path / "hf", variant)
     import_from(path)

@@ -1,4 +1,4 @@
-"""Which models have a counterpart, both ways."""
+"""Models that have a counterpart, in both directions."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_cp.config.setting import FUNCTION, WEIGHTS, facts_of
 from megatron_cp.convert.exporting import describe_positions
 from megatron_cp.models.families import hf_from_model, model_from_hf
 
-# What decides which weights there are, or what the model computes with them.
+# Settings that change the set of weights or the model's computation.
 DECISIVE = {name for name, facts in facts_of(ModelConfig).items() if {WEIGHTS, FUNCTION} & set(facts.affects)}
 LLAMA = ModelConfig(vocab_size=256, seq_length=64, max_position_embeddings=64, num_query_groups=2)
 LLAMA = RunConfig(model=LLAMA).finalize().model
@@ -162,7 +162,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_settings_go_out_and_come_back(name: str) -> None:
+def test_settings_survive_export_and_import(name: str) -> None:
     expected, changes = MODELS[name]
     model = replace(LLAMA, **changes)
     family, values = hf_from_model(model, rows=256)
@@ -183,50 +183,49 @@ def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
+    ("name", "reported"), [("plain", "is 96, the length of training sequences"), ("yarn", "is 64, YaRN's factor")]
 )
-def test_training_at_a_greater_length_is_said(name: str, said: str) -> None:
+def test_training_at_a_greater_length_warns(name: str, reported: str) -> None:
     trained = RunConfig(model=replace(LLAMA, **MODELS[name][1], seq_length=96))
     _, values = hf_from_model(trained.model, rows=256)
     (text,) = describe_positions(trained.model, values["max_position_embeddings"])
-    assert text.startswith(f"max_position_embeddings in config.json {said}")
+    assert text.startswith(f"max_position_embeddings in config.json {reported}")
     trained.model.seq_length = 64
     assert describe_positions(trained.model, 64) == []
 
 
 def factor_of_older_versions(values: dict[str, Any]) -> float:
-    """What transformers 4.51's ``_compute_yarn_parameters`` takes for the factor, whatever the factor is."""
+    """Return the factor that ``_compute_yarn_parameters`` of transformers 4.51 uses for any given factor."""
     return values["max_position_embeddings"] / values["rope_scaling"]["original_max_position_embeddings"]
 
 
-@pytest.mark.parametrize(("declared", "said"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
-def test_older_versions_read_the_same_yarn(declared: int, said: str) -> None:
-    """Whatever a run declares, its export declares the factor times the original length."""
+@pytest.mark.parametrize(("declared", "note"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
+def test_older_versions_read_the_same_yarn(declared: int, note: str) -> None:
+    """For any declared length, the export declares the factor times the original length."""
     trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
     _, values = hf_from_model(trained.model, rows=256)
     assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
-    assert said in "".join(describe_positions(trained.model, 64)) and bool(
-        describe_positions(trained.model, 64)
-    ) == bool(said)
-    # And an import of a model that declares something else, as Qwen 3 with its documented scaling does.
+    positions = describe_positions(trained.model, 64)
+    assert note in "".join(positions) and bool(positions) == bool(note)
+    # Also an import of a model that declares another length, as Qwen 3 with its documented scaling does.
     assert model_from_hf(values | {"max_position_embeddings": declared})[1].max_position_embeddings == 64
 
 
-def test_a_length_that_is_not_whole_is_said() -> None:
+def test_a_length_that_is_no_integer_is_reported() -> None:
     trained = RunConfig(model=replace(LLAMA, **YARN | {"yarn_rotary_scaling_factor": 1.3}, max_position_embeddings=21))
     _, values = hf_from_model(trained.model, rows=256)
     (text,) = describe_positions(replace(trained.model, seq_length=16), 21)
     assert "20.8 is not whole" in text and "factor 1.3125" in text and factor_of_older_versions(values) == 1.3125
 
 
-def test_a_model_without_a_window_says_so_twice() -> None:
-    """transformers 4.51 applies Qwen's default window of 4096 tokens whatever use_sliding_window said."""
+def test_a_model_without_a_window_states_it_in_two_keys() -> None:
+    """transformers 4.51 applies Qwen's default window of 4096 tokens even if use_sliding_window is false."""
     for name in ("bias", "norm", "experts and norm"):
         _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
         assert (values["use_sliding_window"], values["sliding_window"]) == (False, None)
 
 
-def test_truncation_is_written_only_where_it_is_not_the_default() -> None:
+def test_truncation_is_written_unless_it_is_the_default() -> None:
     written = {name: hf_from_model(replace(LLAMA, **MODELS[name][1]), 256)[1]["rope_scaling"] for name in MODELS
                if name.startswith("yarn")}  # fmt: skip
     assert {name: scaling.get("truncate") for name, scaling in written.items()} == {
@@ -308,13 +307,13 @@ NO_COUNTERPART: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_COUNTERPART)
-def test_what_no_family_computes_is_refused(name: str) -> None:
+def test_features_of_no_family_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         hf_from_model(replace(LLAMA, **NO_COUNTERPART[name]), rows=256)
 
 
 def test_every_setting_of_the_model_is_thought_of() -> None:
-    """A new one that changes what a model computes must be converted or refused."""
+    """A new setting that changes a model's computation must be converted or refused."""
 
     of_the_refused = {name for changes in NO_COUNTERPART.values() for name in changes}
     of_the_converted = {name for _, changes in MODELS.values() for name in changes}
@@ -322,7 +321,7 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
         *("vocab_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
         *("max_position_embeddings", "layernorm_epsilon"),
     }
-    left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # which the command says
+    left_out = {"mtp_num_layers", "mtp_use_repeated_layer"}  # the command logs it
     left_out |= {name for name in DECISIVE if name.startswith("mup_")}  # read with use_mup only
     assert of_the_refused | of_the_converted | shape | set(HYBRID) | left_out >= DECISIVE
 
@@ -362,7 +361,7 @@ def test_windows_in_some_layers_only_are_refused_or_not_used(model_type: str) ->
     model = replace(LLAMA, **next(changes for family, changes in MODELS.values() if family == model_type))
     _, values = hf_from_model(model, rows=256)
     window = values | {"sliding_window": 64, "max_window_layers": 1}
-    if model_type in ("mistral", "mixtral"):  # they know no such switch
+    if model_type in ("mistral", "mixtral"):  # they have no such setting
         for use in (False, True):
             assert model_from_hf(window | {"use_sliding_window": use})[1].window_size == [63, 0]
         return
@@ -420,7 +419,7 @@ def test_experts_in_some_layers_only_and_a_weight_of_one_are_refused(setting: st
         ("rope_parameters", {"full_attention": {"rope_theta": 5e5}}),
     ],
 )
-def test_wrong_types_are_told(setting: str, value: Any) -> None:
+def test_wrong_types_are_reported(setting: str, value: Any) -> None:
     _, values = hf_from_model(LLAMA, rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*must be "):
         model_from_hf(values | {setting: value})
@@ -437,7 +436,7 @@ def test_wrong_types_are_told(setting: str, value: Any) -> None:
         ("experts and norm", "moe_intermediate_size", None),
     ],
 )
-def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: Any) -> None:
+def test_wrong_values_of_some_families_are_reported(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=f"{setting}.*must be "):
         model_from_hf(values | {setting: value})
@@ -470,7 +469,7 @@ def test_wrong_values_of_some_families_are_told(name: str, setting: str, value: 
         ("latent, sigmoid, yarn, groups", "topk_group", 4),
     ],
 )
-def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str, value: Any) -> None:
+def test_unsupported_features_of_deepseek_are_refused(name: str, setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*must "):
         model_from_hf(values | {setting.partition(".")[0]: value})
@@ -503,7 +502,7 @@ def test_what_deepseeks_families_do_otherwise_is_refused(name: str, setting: str
         ("n_shared_experts", 2),
     ],
 )
-def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: Any) -> None:
+def test_unsupported_features_of_nemotron_are_refused(setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})
@@ -524,7 +523,7 @@ def test_what_nemotrons_family_does_otherwise_is_refused(setting: str, value: An
         ("num_experts_per_tok", 9),
     ],
 )
-def test_what_gpt_oss_does_otherwise_is_refused(setting: str, value: Any) -> None:
+def test_unsupported_features_of_gpt_oss_are_refused(setting: str, value: Any) -> None:
     _, values = hf_from_model(replace(LLAMA, **GPT_OSS), rows=256)
     with pytest.raises(ConfigError, match=rf"{setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})
@@ -537,7 +536,7 @@ def test_groups_of_nemotrons_experts_are_chosen_by_two() -> None:
 
 
 def test_mixtrals_weights_always_sum_to_one() -> None:
-    """It knows no switch for that."""
+    """Mixtral has no setting for that."""
     _, values = hf_from_model(replace(LLAMA, **MODELS["experts"][1]), rows=256)
     assert not model_from_hf(values | {"norm_topk_prob": False})[1].moe_router_pre_softmax
 
@@ -565,7 +564,7 @@ def test_the_base_of_the_rotation_is_the_one_that_the_model_has() -> None:
         ("rope_parameters", {"sliding_attention": {"rope_type": "linear"}}, "sliding_attention.rope_type"),
     ],
 )
-def test_what_gemmas_family_does_otherwise_is_refused(setting: str, value: Any, named: str) -> None:
+def test_unsupported_features_of_gemma_are_refused(setting: str, value: Any, named: str) -> None:
     _, values = hf_from_model(replace(LLAMA, **GEMMA3), rows=256)
     with pytest.raises(ConfigError, match=rf"{named or setting}.*(must |not supported)"):
         model_from_hf(values | {setting: value})

@@ -1,4 +1,4 @@
-"""The recipe that an import writes fits the model, holds under every rule as it stands, and trains."""
+"""The recipe that an import writes fits the model, passes every rule unchanged, and trains."""
 
 import os
 import re

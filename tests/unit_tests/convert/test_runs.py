@@ -1,4 +1,4 @@
-"""What a run trained is what is published; what is published begins a run."""
+"""Exports contain what a run trained, and a run starts from imports."""
 
 import json
 import os
@@ -77,7 +77,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
-    """Save after two steps; the loss of the third, which is that of the weights saved."""
+    """Save after two steps; return the loss of the third step, which uses the saved weights."""
     run, batches = start(tiny_config(**overrides))
     for _ in range(2):
         train_step(run, next(batches).microbatches)
@@ -111,7 +111,7 @@ def test_a_run_publishes_what_it_trained(tmp_path: Path, monkeypatch: pytest.Mon
     ours = run_ranks(train_and_save, 4, str(tmp_path), overrides)
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     [(theirs, values)] = run_ranks(export_and_compute, 1, str(tmp_path), overrides)
-    # The last stages' ranks know the main loss; predicted tokens' losses are not part of it.
+    # The ranks of the last stage have the main loss, which excludes multi-token prediction.
     assert ours == pytest.approx([theirs] * 4, rel=2e-6)
     assert values["model_type"] == name.split(",")[0]
     assert values["vocab_size"] == (264 if "make_vocab_size_divisible_by" in str(overrides) else 256)
@@ -124,8 +124,8 @@ def halves(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path / "hf32", dtype=torch.bfloat16)
     model.save_pretrained(path / "hf", max_shard_size="40KB")
     assert len(list((path / "hf").glob("*.safetensors"))) > 2
-    said = import_model(path / "hf", path / "mcore")
-    assert "bfloat16" in said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in reported
     export_model(path / "mcore", path / "out")
     export_model(path / "mcore", path / "out32", dtype="float32")
     there = model.state_dict()
@@ -152,15 +152,15 @@ def test_half_precision_in_several_files(tmp_path: Path) -> None:
 
 
 def kept_in_float32(folder: str, variant: str, ahead: str) -> None:
-    """Routers' biases of a bf16 model; what it has for multi-token prediction stays behind."""
+    """Return the routers' biases of a bf16 model; its multi-token prediction is not exported."""
     path = Path(folder)
     publish(path / "hf", variant)
     file = path / "hf/model.safetensors"
     there = {name: t if name.endswith("correction_bias") else t.bfloat16() for name, t in load_file(file).items()}
     further = {f"{ahead}.{name}.weight": torch.ones(64) for name in ("eh_proj", "enorm")}
     save_file(there | further, file, metadata={"format": "pt"})
-    said = import_model(path / "hf", path / "mcore")
-    assert "bfloat16" in said and "multi-token prediction layers: not converted (2 tensors)" in said, said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "bfloat16" in reported and "multi-token prediction layers: not converted (2 tensors)" in reported, reported
     export_model(path / "mcore", path / "out")
     back = load_file(path / "out/model.safetensors")
     assert back.keys() == there.keys()
@@ -181,7 +181,7 @@ def with_tokenizer(folder: str) -> None:
     config = load_recipe(path / "mcore/recipe.yaml")
     assert config.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
     tokenizer = build_tokenizer(config.tokenizer)
-    # What a model is, and nothing of how it was converted.
+    # Settings of the model only, none of the conversion.
     assert not config.model.use_cpu_initialization and config.model.seq_length == config.dataset.seq_length
     assert "seq_length" not in yaml.safe_load((path / "mcore/recipe.yaml").read_text())["model"]
     export_model(path / "mcore", path / "out")
@@ -190,8 +190,8 @@ def with_tokenizer(folder: str) -> None:
     values = json.loads((path / "out/config.json").read_text())
     assert (values["bos_token_id"], values["eos_token_id"], values["pad_token_id"]) == (1, [3, 5], 0)
     shutil.rmtree(path / "mcore/tokenizer")
-    said = export_model(path / "mcore", path / "moved")
-    assert "no tokenizer exported: tokenizer.tokenizer_model=" in said and "no such file or folder" in said
+    reported = export_model(path / "mcore", path / "moved")
+    assert "no tokenizer exported: tokenizer.tokenizer_model=" in reported and "no such file or folder" in reported
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def of_several_dtypes(folder: str) -> None:
     file = path / "hf/model.safetensors"
     tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    said = import_model(path / "hf", path / "mcore")
-    assert "float32): " in said and "several dtypes" in said and "--torch-dtype" in said
+    reported = import_model(path / "hf", path / "mcore")
+    assert "float32): " in reported and "several dtypes" in reported and "--torch-dtype" in reported
     assert "several dtypes" not in import_model(path / "hf", path / "as asked", dtype="float32")
     export_model(path / "mcore", path / "out")
     back = load_file(path / "out/model.safetensors")
@@ -263,10 +263,10 @@ def in_odd_places(folder: str) -> None:
     assert os.listdir(path / "here") == os.listdir(path / "link") == []
     damaged.write_text(good)
     import_model(path / "hf", path / "link")
-    os.chdir(path / "here")  # which was made anew
+    os.chdir(path / "here")  # which was created again
     export_model(path / "there", Path())
     assert (path / "here/model.safetensors").is_file()
-    # Shards of something else beside the whole file: Hugging Face's library takes the whole file.
+    # Shards of another model beside the whole file: Hugging Face's library reads the whole file.
     index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
     (path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
     import_model(path / "hf", path / "again")

@@ -1,4 +1,4 @@
-"""What a refused conversion's message proposes is typed, and the conversion goes on."""
+"""The fix of a refused conversion, typed literally, lets the conversion continue."""
 
 import os
 import shlex
@@ -46,7 +46,7 @@ def test_folders_and_iterations(tmp_path: Path) -> None:
     run_ranks(typed, 1, str(tmp_path))
 
 
-def test_a_new_folder_is_one_that_is_not_there(tmp_path: Path) -> None:
+def test_fixes_name_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     for name in ("models", "models_2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()

@@ -61,7 +61,7 @@ def test_every_layout_has_the_same_global_batches(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_goes_on_exactly(num_workers: int) -> None:
+def test_resuming_is_exact(num_workers: int) -> None:
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_workers": num_workers}
     whole = BatchIterator(Numbered(20), **sizes)
     before = [next(whole)["tokens"][:, 0].tolist() for _ in range(4)]
@@ -92,14 +92,14 @@ def test_resuming_under_another_layout() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_models_random_numbers_are_left_alone(num_workers: int) -> None:
+def test_the_models_random_numbers_are_unchanged(num_workers: int) -> None:
     state = torch.get_rng_state()
     next(BatchIterator(Numbered(4), global_batch_size=2, micro_batch_size=1, num_workers=num_workers))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_workers_are_as_their_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked, whatever a Python does by default: what backend/ has changed is changed in them, too."""
+    """Workers are forked under every Python version, so they have the changes that the package made to its process."""
 
     class HereOnly(Numbered):
         """No other interpreter could make one."""

@@ -1,4 +1,4 @@
-"""What a run says of its data, against counts of the documents as they were written and of every sample's loss mask."""
+"""The ``data:`` line against counts of the written documents and of every sample's loss mask."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ LENGTHS = [40, 1, 90, 33, 64, 2, 75, 51, 120, 28]
 
 
 def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
-    """Documents of these many tokens, the last of which is ``end``; every third one in two sequences."""
+    """Write documents of these lengths that end with ``end``; every third one has two sequences."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     rng = np.random.default_rng(len(lengths))
     for number, length in enumerate(lengths):
@@ -34,8 +34,8 @@ def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str], Datasets]]:
-    """The ``data:`` line of a run of ``samples`` training samples, the other lines, and the data sets."""
+def data_lines(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str], Datasets]]:
+    """Return the ``data:`` line of a run of ``samples`` training samples, the other lines, and the data sets."""
 
     def say(samples: int = 40, first: int = 0, **overrides: Any) -> tuple[str, list[str], Datasets]:
         given = {"train__train_iters": samples // 4, "tokenizer__eod_id": EOD, **overrides}
@@ -69,10 +69,10 @@ def one_epoch(dataset: Any) -> tuple[int, int, int]:
     return len(seen), sum(n for n, _ in seen.values()), sum(n for _, n in seen.values())
 
 
-def test_windows(said: Any, tmp_path: Path) -> None:
+def test_windows(data_lines: Any, tmp_path: Path) -> None:
     lengths = [90] * 80  # 225 windows of 32 tokens: more than a hundred, so an epoch is an index of its own
     prefix = write(tmp_path / "corpus", lengths)
-    line, others, datasets = said(450, dataset__data_path=prefix)
+    line, others, datasets = data_lines(450, dataset__data_path=prefix)
     samples, _, counted = one_epoch(datasets.train)
     assert (samples, counted) == (224, 7168) and sum(lengths) == 7200
     assert line.endswith(
@@ -81,10 +81,10 @@ def test_windows(said: Any, tmp_path: Path) -> None:
     assert others == []
 
 
-def test_windows_of_a_share_and_a_small_file(said: Any, tmp_path: Path) -> None:
+def test_windows_of_a_share_and_a_small_file(data_lines: Any, tmp_path: Path) -> None:
     prefix = write(tmp_path / "corpus", LENGTHS)
-    # Sequences, of which some documents have two, are divided: 12 are for training, with documents 0 to 7.
-    line, others, datasets = said(
+    # Sequences are divided, and some documents have two: 12 are for training, with documents 0 to 7.
+    line, others, datasets = data_lines(
         400, dataset__data_path=prefix, dataset__split="80,10,10", dataset__eod_mask_loss=True
     )
     contents = datasets.train.sources()[0]
@@ -96,21 +96,21 @@ def test_windows_of_a_share_and_a_small_file(said: Any, tmp_path: Path) -> None:
     repeats = float(others[0].split("repeated ")[1].split()[0])
     assert repeats == pytest.approx(400 * 32 / tokens, rel=0.01)
     iterations = int(others[0].split("train.train_iters=")[1].split(",")[0])
-    assert said(4 * iterations, dataset__data_path=prefix, dataset__split="80,10,10")[1] == []
-    assert said(4 * iterations + 4, dataset__data_path=prefix, dataset__split="80,10,10")[1] != []
+    assert data_lines(4 * iterations, dataset__data_path=prefix, dataset__split="80,10,10")[1] == []
+    assert data_lines(4 * iterations + 4, dataset__data_path=prefix, dataset__split="80,10,10")[1] != []
 
 
 @pytest.mark.parametrize("longest", [32, 128])
-def test_documents(said: Any, tmp_path: Path, longest: int) -> None:
+def test_documents(data_lines: Any, tmp_path: Path, longest: int) -> None:
     prefix = write(tmp_path / "corpus", LENGTHS)
-    line, _, datasets = said(20, dataset__data_path=prefix, dataset__seq_length=longest, **PACKED)
+    line, _, datasets = data_lines(20, dataset__data_path=prefix, dataset__seq_length=longest, **PACKED)
     samples, targets, counted = one_epoch(datasets.train)
     assert targets == counted == sum(LENGTHS) - len(LENGTHS)
     assert f"10 documents | {sum(LENGTHS)} tokens, {counted} in loss | {samples} samples" in line
     assert f"run: {20 / samples:.3g} epochs" in line
 
 
-def test_prompts(said: Any, tmp_path: Path) -> None:
+def test_prompts(data_lines: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pairs = [
         (rng.integers(0, EOD, p), rng.integers(0, EOD, r)) for p, r in ((5, 9), (60, 3), (1, 1), (40, 50), (1, 70))
@@ -119,19 +119,19 @@ def test_prompts(said: Any, tmp_path: Path) -> None:
     rows.append({"text": " ".join(map(str, range(100, 120)))})
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    line, _, datasets = said(8, dataset__data_path=str(file), **PACKED)
+    line, _, datasets = data_lines(8, dataset__data_path=str(file), **PACKED)
     samples, _, counted = one_epoch(datasets.train)
     tokens = sum(len(p) + len(r) + 1 for p, r in pairs) + 21
     assert counted == sum(len(r) + 1 for _, r in pairs) + 20
     assert f"6 documents | {tokens} tokens, {counted} in loss | {samples} samples" in line
 
 
-def test_shares_of_documents(said: Any, tmp_path: Path) -> None:
+def test_shares_of_documents(data_lines: Any, tmp_path: Path) -> None:
     prefix = write(tmp_path / "corpus", LENGTHS)
     given = {"dataset__data_path": prefix, "dataset__split": "70,20,10", **PACKED}
-    held_out, _, _ = said(8, **given)
+    held_out, _, _ = data_lines(8, **given)
     assert held_out.endswith("| 30% held out, unused")
-    line, others, datasets = said(8, **given | {"dataset__split": "8,1,1", "validation__eval_iters": 2})
+    line, others, datasets = data_lines(8, **given | {"dataset__split": "8,1,1", "validation__eval_iters": 2})
     assert line.endswith("| validation 10%, test 10%")
     assert f"8 documents | {sum(LENGTHS[:8])} tokens" in line
     samples = [sum(source.samples for source in part.sources()) for part in (datasets.valid, datasets.test)]
@@ -142,18 +142,18 @@ def test_shares_of_documents(said: Any, tmp_path: Path) -> None:
     assert "uses 8 test samples and repeats them, as there are only 1. Fix: more data for test." in others[1]
 
 
-def test_files_of_their_own(said: Any, tmp_path: Path) -> None:
+def test_files_of_their_own(data_lines: Any, tmp_path: Path) -> None:
     paths = {f"dataset__{n}data_path": write(tmp_path / f"{n}c", LENGTHS) for n in ("", "valid_")}
-    line, _, _ = said(8, **paths, **PACKED, validation__eval_iters=1)
+    line, _, _ = data_lines(8, **paths, **PACKED, validation__eval_iters=1)
     assert line.endswith("| validation has its own files") and f"{sum(LENGTHS)} tokens" in line
 
 
 @pytest.mark.parametrize("packed", [PACKED, {}], ids=["documents", "windows"])
-def test_a_blend(said: Any, tmp_path: Path, packed: dict[str, Any]) -> None:
+def test_a_blend(data_lines: Any, tmp_path: Path, packed: dict[str, Any]) -> None:
     large, small = write(tmp_path / "large", LENGTHS * 20), write(tmp_path / "small", LENGTHS * 2)
     given = {"dataset__data_path": [0.5, large, 0.5, small], "dataset__seq_length": 16, **packed}
-    line, others, datasets = said(1000, **given)
-    source = [one_epoch_of(path, said, **packed) for path in (large, small)]
+    line, others, datasets = data_lines(1000, **given)
+    source = [one_epoch_of(path, data_lines, **packed) for path in (large, small)]
     dealt = np.bincount([_of_small(datasets.train, i, small) for i in range(1000)], minlength=2)
     epochs = [n / s.samples for n, s in zip(dealt, source, strict=True)]
     assert "arge and 1 more | 220 documents" in line
@@ -164,8 +164,8 @@ def test_a_blend(said: Any, tmp_path: Path, packed: dict[str, Any]) -> None:
     assert f"dataset.data_path={small}: is repeated {high} times" in others[2] and len(others) == 3
 
 
-def one_epoch_of(path: str, said: Any, **packed: Any) -> Contents:
-    return said(8, dataset__data_path=path, dataset__seq_length=16, **packed)[2].train.sources()[0]
+def one_epoch_of(path: str, data_lines: Any, **packed: Any) -> Contents:
+    return data_lines(8, dataset__data_path=path, dataset__seq_length=16, **packed)[2].train.sources()[0]
 
 
 def _of_small(dataset: Any, index: int, small: str) -> int:
@@ -175,24 +175,24 @@ def _of_small(dataset: Any, index: int, small: str) -> int:
     return int(dataset._dataset.dataset_index[index])
 
 
-def test_mock_samples(said: Any) -> None:
-    line, others, datasets = said(8, dataset__mock_masked_fraction=0.0, dataset__mock_num_samples=50)
+def test_mock_samples(data_lines: Any) -> None:
+    line, others, datasets = data_lines(8, dataset__mock_masked_fraction=0.0, dataset__mock_num_samples=50)
     assert one_epoch(datasets.train) == (50, 1600, 1600)
     assert line == (
         "data: MOCK DATA (random tokens) | 1,600 tokens, all in loss | 50 samples | run: 0.16 epochs | "
         "real: dataset.kind=null dataset.data_path=PREFIX"
     )
-    assert said(4000, dataset__mock_num_samples=50)[1] == others == []  # nobody minds how often
+    assert data_lines(4000, dataset__mock_num_samples=50)[1] == others == []  # repeats are no problem
 
 
 @pytest.mark.parametrize("masked", [0.4, 0.8])
-def test_masked_mock_samples(said: Any, masked: float, tmp_path: Path) -> None:
+def test_masked_mock_samples(data_lines: Any, masked: float, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(["300", "500", "31"]))
     mocks: list[dict[str, Any]] = [{}, {"dataset__mock_lengths": str(lengths), **PACKED}]
     for overrides in mocks:
         given = {"dataset__mock_masked_fraction": masked, "dataset__seq_length": 512, "dataset__mock_num_samples": 900}
-        line, _, datasets = said(8, **given | overrides)
+        line, _, datasets = data_lines(8, **given | overrides)
         samples, tokens, counted = one_epoch(datasets.train)
         (source,) = datasets.train.sources()
         assert (source.samples, source.tokens) == (samples, tokens) and ", ~" in line
@@ -210,28 +210,28 @@ def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "lengths.txt: 5000 of 10000 cut to dataset.seq_length" in caplog.text
 
 
-def test_a_resumed_run_and_one_that_is_done(said: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_and_one_that_is_done(data_lines: Any, tmp_path: Path) -> None:
     given = {"dataset__data_path": write(tmp_path / "corpus", LENGTHS), **PACKED, "dataset__seq_length": 128}
-    assert "run: 2.22 epochs |" in said(20, **given)[0] and said(20, **given)[1] == []
-    line, others, _ = said(60, first=20, **given)
+    assert "run: 2.22 epochs |" in data_lines(20, **given)[0] and data_lines(20, **given)[1] == []
+    line, others, _ = data_lines(60, first=20, **given)
     assert "run: 4.44 of 6.67 epochs |" in line
     assert "is repeated 6.67 times" in others[0]
-    assert "run: 0 of 2.22 epochs |" in said(20, first=20, **given)[0]
+    assert "run: 0 of 2.22 epochs |" in data_lines(20, first=20, **given)[0]
 
 
-def test_a_run_that_only_evaluates(said: Any, tmp_path: Path) -> None:
+def test_a_run_that_only_evaluates(data_lines: Any, tmp_path: Path) -> None:
     given = {"dataset__data_path": write(tmp_path / "corpus", LENGTHS * 3), "dataset__split": "5,5,0", **PACKED}
-    line, _, _ = said(20, **given, train__skip_train=True, validation__eval_iters=2)
+    line, _, _ = data_lines(20, **given, train__skip_train=True, validation__eval_iters=2)
     assert "15 documents" in line and "eval: 0.267 epochs" in line and "validation 50%, test 0%" in line
 
 
-def test_another_tokenizers_files(said: Any, tmp_path: Path) -> None:
+def test_another_tokenizers_files(data_lines: Any, tmp_path: Path) -> None:
     ours, other = write(tmp_path / "ours", LENGTHS), write(tmp_path / "other", LENGTHS, end=3)
     for kind in (PACKED, {}):
-        assert said(8, dataset__data_path=ours, **kind)[1] == []
-        (warning,) = said(8, dataset__data_path=other, **kind)[1]
+        assert data_lines(8, dataset__data_path=ours, **kind)[1] == []
+        (warning,) = data_lines(8, dataset__data_path=other, **kind)[1]
         assert "other: none of the first 8 documents ends with token 254, the end-of-document token of Null" in warning
-        assert said(8, dataset__data_path=other, tokenizer__eod_id=None, **kind)[1] == []  # it is not known
+        assert data_lines(8, dataset__data_path=other, tokenizer__eod_id=None, **kind)[1] == []  # it is not known
 
 
 def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,7 +261,7 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
         assert line.startswith("data: MOCK DATA") and len(line) <= LINE, (len(line), line)
 
 
-def test_a_dry_run_names_the_data_and_opens_nothing() -> None:
+def test_a_dry_run_names_the_data_without_opening_it() -> None:
     config: RunConfig = tiny_config()
     assert planned_line(config.dataset, 80) == (
         "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX"

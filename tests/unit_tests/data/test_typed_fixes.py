@@ -1,4 +1,4 @@
-"""What a message about data proposes is typed behind the configuration, and the data can be read."""
+"""The fix of a message about data, typed after the configuration, makes the data readable."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from megatron_cp.rules.remedies import parse_fix, with_overrides
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Three documents, of which the longest has 90 tokens."""
+    """Write three documents; the longest has 90 tokens."""
     builder = IndexedDatasetBuilder(f"{tmp_path}/corpus.bin", dtype=np.uint16)
     for length in (20, 90, 30):
         builder.add_document(np.arange(length), [length])
@@ -50,7 +50,7 @@ def read_texts(config: RunConfig) -> None:
     list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, config.dataset)))
 
 
-# How the data is read, what is configured, and which alternatives can be typed as they are.
+# Kind of the data, overrides, and the alternatives that can be typed unchanged.
 BAD: dict[str, tuple[Callable[[RunConfig], None], dict[str, Any], list[int]]] = {
     "no path": (read_files, {"data_path": None}, [1]),
     "ends otherwise": (read_files, {"data_path": "CORPUS_text_document"}, [0]),

@@ -1,6 +1,6 @@
-"""Our use of mamba-ssm, against its real kernels: see :mod:`tests.doubles.mamba_on_cpu`.
+"""Our use of mamba-ssm, with its real kernels: see :mod:`tests.doubles.mamba_on_cpu`.
 
-In a process of its own, in which Triton interprets kernels instead of compiling them.
+Runs in its own process, in which Triton interprets kernels instead of compiling them.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def test_more_mixers_with_its_kernels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_with_its_kernels_on_a_gpu_that_there_is_not() -> None:
+def test_kernels_on_a_pretended_gpu() -> None:
     run("tests/doubles/mamba_on_cpu/gpu.py", **{pretend_gpu.VARIABLE: "1"})

@@ -1,6 +1,6 @@
-"""The path that a GPU takes, on CPUs: see :mod:`tests.doubles.pretend_gpu`.
+"""The code for a GPU, on CPUs: see :mod:`tests.doubles.pretend_gpu`.
 
-In processes of their own: what is pretended holds for all of a process.
+Runs in own processes, because pretending affects the whole process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pretend(part: tuple[str, ...], te: Path | None = None) -> None:
 @NO_GPU
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", list(PARTS))
-def test_on_a_gpu_that_there_is_not(part: str) -> None:
+def test_fast_checks_on_a_pretended_gpu(part: str) -> None:
     pretend(PARTS[part])
 
 
@@ -51,5 +51,5 @@ def test_on_a_gpu_that_there_is_not(part: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", list(MORE_PARTS))
-def test_more_on_a_gpu_that_there_is_not(part: str) -> None:
+def test_slow_checks_on_a_pretended_gpu(part: str) -> None:
     pretend(MORE_PARTS[part])

@@ -1,6 +1,6 @@
-"""Our use of Transformer Engine, against its real Python part: see :mod:`tests.doubles.te_on_cpu`.
+"""Our use of Transformer Engine, with its real Python part: see :mod:`tests.doubles.te_on_cpu`.
 
-In a process of its own, as megatron-core looks for Transformer Engine once, while it is imported.
+Runs in its own process, because megatron-core looks for Transformer Engine only on import.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MORE_PARTS = {
 
 
 def in_a_process_of_its_own(variables: dict[str, str], *arguments: str) -> None:
-    """pytest with these environment variables; fails with what it printed."""
+    """Run pytest with these environment variables; fail with its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "NVTE_"))}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]

@@ -1,6 +1,6 @@
-"""Transformer Engine's real Python part on a GPU that there is not.
+"""Transformer Engine's real Python part on a pretended GPU.
 
-See :mod:`tests.doubles.te_on_cpu` and :mod:`tests.doubles.pretend_gpu`. In a file of its own: a file's tests run
+See :mod:`tests.doubles.te_on_cpu` and :mod:`tests.doubles.pretend_gpu`. A separate file, because tests of one file run
 one after the other.
 """
 

@@ -50,7 +50,7 @@ def test_predicts_groups_it_never_saw():
 
 
 @pytest.mark.parametrize("transport", ["p2p", "a2a"])
-def test_finds_what_a_kernel_call_costs(transport):
+def test_finds_the_cost_of_a_kernel_call(transport):
     prior = dataclasses.replace(PRIOR, transport=transport, per_sample=1e-3)
     true = dataclasses.replace(TRUE, transport=transport, per_sample=4e-3)
     calibrator, rng = Calibrator(prior), np.random.default_rng(0)
@@ -85,10 +85,10 @@ def test_factors_stay_within_their_bounds_of_the_scaled_prior():
         factor = getattr(fit.cost, name) / getattr(PRIOR, name) / fit.scale
         assert 0.5 * (1 - 1e-9) <= factor <= 2.0 * (1 + 1e-9)
     assert "quadratic" in fit.at_bound and "kv_inter" not in fit.at_bound
-    assert fit.prior_residual > 0.9 and fit.residual > 0.1  # and the report says that it does not fit
+    assert fit.prior_residual > 0.9 and fit.residual > 0.1  # and the residual is large
 
 
-def test_what_was_not_seen_stays_in_proportion_to_the_prior():
+def test_unobserved_terms_stay_proportional_to_the_prior():
     calibrator = Calibrator(PRIOR)
     for length in range(500, 9000, 250):
         calibrator.observe([([length], 1)], 1.5 * PRIOR.seconds([length], 1))

@@ -43,14 +43,14 @@ def test_a_large_world_reports_in_few_requests() -> None:
     for failures in living:
         assert failures.alarm()
         failures.report_alive("forward of iteration 3")
-    first.join(30.0)  # all have signed: nobody waits for a time to pass
+    first.join(30.0)  # all have reported: no rank waits for a timeout
     found += [failures.diagnose("forward of iteration 3") for failures in living[1:]]
     why = "rank 7 had failed: out of memory; rank 40 had failed: [Errno 5] Input/output error"
     assert set(found) == {(why, 0, False)} and len(found) == len(living)
     assert store.asked.total() < 10 * RANKS, store.asked
 
 
-def test_missing_reports_are_waited_for_once() -> None:
+def test_missing_reports_are_awaited_once() -> None:
     world = stores(Counting())
     for failures in world[:-3]:
         failures.report_alive("")

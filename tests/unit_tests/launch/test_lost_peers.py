@@ -169,13 +169,13 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
     began = time.monotonic()
     try:
         exchange()
-        Path(folder, f"said{rank}").write_text("nothing: it did not fail")
+        Path(folder, f"reported{rank}").write_text("nothing: it did not fail")
     except Exception as error:
         fault = roll.explain(error)
         took = time.monotonic() - began
         text = "Traceback: " + traceback.format_exc() if fault is None else f"{fault.on_all_ranks} {fault}"
-        Path(folder, f"said{rank}").write_text(text if took < LIMIT + 10.0 else f"after {took} seconds: {text}")
-    while not all(Path(folder, f"said{other}").exists() for other in range(RANKS - 1)):
+        Path(folder, f"reported{rank}").write_text(text if took < LIMIT + 10.0 else f"after {took} seconds: {text}")
+    while not all(Path(folder, f"reported{other}").exists() for other in range(RANKS - 1)):
         time.sleep(0.01)
     with suppress(ProcessLookupError):
         os.kill(int(Path(folder, "lost").read_text()), signal.SIGKILL)
@@ -185,7 +185,7 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
 def errors_of(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> list[str]:
     with closing(Store()) as store, suppress(AssertionError):
         run_ranks(lose_a_peer, RANKS, str(tmp_path), store.port, exchange, lost, timeout=60, grace=25)
-    return [(tmp_path / f"said{rank}").read_text() for rank in range(RANKS - 1)]
+    return [(tmp_path / f"reported{rank}").read_text() for rank in range(RANKS - 1)]
 
 
 class Store:

@@ -50,7 +50,7 @@ def start_again(counts: list[int], late: int | None, between_nodes: bool) -> boo
 
 
 @pytest.mark.parametrize("between_nodes", [False, True])
-def test_restarted_ranks_do_not_read_what_dead_ones_wrote(launcher: dist.TCPStore, between_nodes: bool) -> None:
+def test_restarted_ranks_ignore_keys_of_the_previous_attempt(launcher: dist.TCPStore, between_nodes: bool) -> None:
     """torchrun keeps one store for all restarts, with addresses of ended ranks.
 
     A node counts its own failures: here the second node failed three times, the first never.
@@ -111,7 +111,7 @@ def test_all_ranks_reach_the_rendezvous(launcher: dist.TCPStore) -> None:
 
 
 def test_different_backends_are_named(launcher: dist.TCPStore) -> None:
-    """As on a node whose GPUs are not visible, which uses gloo instead of NCCL."""
+    """For instance on a node without visible GPUs, which uses gloo instead of NCCL."""
     reports = run_ranks(problem_at_rendezvous, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
     assert len(set(reports)) == 1 and reports[0].startswith(
         "True ranks use different communication backends; training not started: gloo, without a GPU, on ranks 0-1, 3 "
@@ -196,7 +196,7 @@ def test_every_early_exit_is_published_to_other_nodes(
     )
 
 
-def tell_once_met() -> None:
+def fail_after_the_rendezvous() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     start_distributed(DistributedConfig())
     publish_failure(DataError("too late"))
@@ -205,5 +205,5 @@ def tell_once_met() -> None:
 
 def test_nothing_is_published_after_the_rendezvous(launcher: dist.TCPStore) -> None:
     """The store may be gone by then, and torch would print a stack at each try."""
-    run_ranks(tell_once_met, 2)
+    run_ranks(fail_after_the_rendezvous, 2)
     assert not launcher.check(["gone"])

@@ -1,4 +1,4 @@
-"""Ranks that Slurm starts itself know who they are."""
+"""Ranks that Slurm starts itself get their rank from Slurm's variables."""
 
 import os
 
@@ -8,7 +8,7 @@ from megatron_cp.cli import main
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.launch import slurm
 
-# The sixth of eight tasks, on the second of three nodes, as srun (22.05) says it.
+# Variables of srun (22.05) for the sixth of eight tasks, on the second of three nodes.
 TASK = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",
@@ -19,7 +19,7 @@ TASK = {
     "SLURM_JOB_ID": "12770",
     "SLURM_STEP_ID": "1",
 }
-SAID = {
+EXPECTED = {
     "RANK": "5",
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "2",
@@ -31,26 +31,26 @@ SAID = {
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test sets is gone after it."""
-    kept = {name: value for name, value in os.environ.items() if name not in SAID and not name.startswith("SLURM_")}
+    """Restore the variables that a test sets."""
+    kept = {name: value for name, value in os.environ.items() if name not in EXPECTED and not name.startswith("SLURM_")}
     monkeypatch.setattr(os, "environ", kept)
 
 
-def said() -> dict[str, str]:
-    return {name: os.environ[name] for name in SAID if name in os.environ}
+def rank_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in EXPECTED if name in os.environ}
 
 
 @pytest.mark.parametrize("more", [{}, {"PMI_SIZE": "8"}], ids=["", "srun --mpi=pmi2"])
-def test_a_task_of_srun_knows_its_rank(more: dict[str, str]) -> None:
+def test_a_task_of_srun_takes_its_rank_from_slurm(more: dict[str, str]) -> None:
     os.environ.update(TASK | more)
     slurm.take_rank()
-    assert said() == SAID
+    assert rank_variables() == EXPECTED
 
 
 def test_commands_take_it(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ.update(TASK)
-    assert main(["recipes"]) == 0 and said() == SAID
-    for name in (*TASK, *SAID):
+    assert main(["recipes"]) == 0 and rank_variables() == EXPECTED
+    for name in (*TASK, *EXPECTED):
         del os.environ[name]
     os.environ["OMPI_COMM_WORLD_SIZE"] = "4"
     assert main(["recipes"]) == 2 and "OMPI_COMM_WORLD_SIZE=4: mpirun" in capsys.readouterr().err
@@ -59,22 +59,22 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_users_master_address_is_kept() -> None:
     os.environ.update(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     slurm.take_rank()
-    assert said() == SAID | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert rank_variables() == EXPECTED | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_ranks_of_a_torchrun_that_srun_has_started_stay_theirs(name: str) -> None:
     os.environ.update(TASK | {name: "0"})
     slurm.take_rank()
-    assert said() == {name: "0"}
+    assert rank_variables() == {name: "0"}
 
 
 @pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}])
 def test_one_process_is_a_run_of_its_own(more: dict[str, str]) -> None:
-    """Also in the script of a job of several tasks, which is none of them."""
+    """Also in the script of a job of several tasks, because the script is no task."""
     os.environ.update(more)
     slurm.take_rank()
-    assert said() == {}
+    assert rank_variables() == {}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2: mpiexec started 2 processes"),
     ],
 )
-def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_refused(variables: dict[str, str], message: str) -> None:
     os.environ.update(variables)
     with pytest.raises(ConfigError, match=message):
         slurm.take_rank()
-    assert said() == {}
+    assert rank_variables() == {}

@@ -1,4 +1,4 @@
-"""Where launchers and ranks listen, what a port that is taken says, and that ranks end with their launcher."""
+"""Addresses of launchers and ranks, the error of a port in use, and ranks that end with their launcher."""
 
 import base64
 import os
@@ -47,7 +47,7 @@ Launch = Callable[..., subprocess.Popen]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start a launcher of ranks that meet and wait, in a folder of its own."""
+    """Start a launcher of ranks that complete the rendezvous and wait, in its own folder."""
     launched: list[subprocess.Popen] = []
 
     def start(*options: str, module: str = "megatron_cp.torchrun", folder: str = "run") -> subprocess.Popen:
@@ -123,7 +123,7 @@ def test_ranks_end_with_torchs_launcher(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_launcher_ended_first_ends(tmp_path: Path) -> None:
-    """Before the kernel could be asked to end it."""
+    """The launcher ends before the rank has registered for the kernel's signal."""
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "1"}
     rank = "from megatron_cp.launch.process import *; {}; end_with_launcher(); print('goes on')"
     gone = "import os; pid = os.fork(); pid or os._exit(0); os.waitpid(pid, 0)"
@@ -148,7 +148,7 @@ class Code:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_is_written_into_the_launchers_store_runs_no_code(launch: Launch, tmp_path: Path) -> None:
+def test_values_in_the_launchers_store_run_no_code(launch: Launch, tmp_path: Path) -> None:
     port = free_port()
     where = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     run = launch(*where)
@@ -161,7 +161,7 @@ def test_what_is_written_into_the_launchers_store_runs_no_code(launch: Launch, t
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which a program listens that answers nobody."""
+    """Yield a port of a program that listens but never answers."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -179,8 +179,8 @@ def taken() -> Iterator[int]:
 def test_a_launcher_names_a_port_that_is_taken(launch: Launch, tmp_path: Path, taken: int, where: str) -> None:
     run = launch(*where.format(taken).split())
     text = run.communicate(timeout=180)[1]
-    said = f"megatron-cp: port {taken} of 127.0.0.1: another process listens there. Fix: "
-    assert run.returncode == 1 and text.startswith(said) and text.count("\n") == 1, text
+    expected = f"megatron-cp: port {taken} of 127.0.0.1: another process listens there. Fix: "
+    assert run.returncode == 1 and text.startswith(expected) and text.count("\n") == 1, text
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_the_named_fix_works(launch: Launch, tmp_path: Path, taken: int) -> None
 
 
 def keep_the_store(address: str, seconds: float) -> tuple[str, set[str]]:
-    """What a rank that is started without a launcher says, and where it listens."""
+    """Return the message of a rank started without a launcher, and its addresses."""
     os.environ["MASTER_ADDR"] = address
     if address != "localhost":
         os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -239,7 +239,7 @@ def test_a_silent_program_on_the_port_times_out(taken: int, monkeypatch: pytest.
         sockets.tcp_store("127.0.0.1", taken, timeout=timedelta(seconds=1))
 
 
-def test_a_rank_does_not_wait_for_a_launcher_that_is_gone(
+def test_a_rank_does_not_wait_for_an_exited_launcher(
     without_launcher: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_SECONDS_REFUSED", 0.3)

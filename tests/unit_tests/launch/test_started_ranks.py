@@ -1,4 +1,4 @@
-"""``-n N`` starts ranks of the same command; a mistake is printed once, before them where it can be known."""
+"""``-n N`` starts ranks of the same command; errors are printed once, before the start if possible."""
 
 import os
 import subprocess
@@ -123,7 +123,7 @@ def test_torchs_launcher_prints_a_mistake_once_and_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["no file can be written", "ours"])
-def test_a_mistake_is_printed_where_no_launcher_will(
+def test_errors_are_printed_without_a_launcher(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "absent" if launcher != "ours" else tmp_path

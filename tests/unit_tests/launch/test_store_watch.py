@@ -81,7 +81,7 @@ def test_errors_are_raised_in_the_calling_thread() -> None:
         within(5.0, lambda: 1 // 0)
 
 
-def test_a_request_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_work_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -132,7 +132,7 @@ def pause(folder: str) -> None:
     time.sleep(2.0)
 
 
-def test_a_rank_that_was_frozen_itself_goes_on(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_rank_that_was_frozen_continues(keeper: Keeper, tmp_path: Path) -> None:
     def freeze_for_long() -> None:
         path = tmp_path / "pid0"
         while not path.exists() or not path.read_text():

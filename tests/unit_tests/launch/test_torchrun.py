@@ -1,4 +1,4 @@
-"""The patient launcher: ranks that are asked to stop get their time, and are not started again."""
+"""The patient launcher: signalled ranks get time to save, and are not restarted."""
 
 import fcntl
 import os
@@ -51,7 +51,7 @@ while time.monotonic() < end and len(asked) < 2:
 sys.exit(143)
 """
 
-# Ranks that hear nothing of each other by themselves, as with NCCL.
+# Ranks that do not detect each other's failures, as with NCCL.
 DEAF = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -96,7 +96,7 @@ ALONE = ("--standalone", "--nproc_per_node=2")
 
 
 class Launched:
-    """A launcher of two ranks, of which rank 1 works for ``seconds`` more once they are asked to stop."""
+    """Launcher of two ranks; rank 1 works for ``seconds`` more after a stop signal."""
 
     def __init__(
         self, folder: Path, options: tuple[str, ...], seconds: float, how: str, patience: str | None, script: str
@@ -118,7 +118,7 @@ class Launched:
         )
 
     def pids(self, restart: int = 0) -> list[int]:
-        """Of the ranks, once both can be asked to stop."""
+        """Return the ranks' ids, once both handle signals."""
         files = [self.folder / f"pid{rank}.{restart}" for rank in range(2)]
         deadline = time.monotonic() + 120
         while not all(file.exists() for file in files):
@@ -127,7 +127,7 @@ class Launched:
         return [int(file.read_text()) for file in files]
 
     def ended(self) -> tuple[int, str]:
-        """The exit code and what was said."""
+        """Return the exit code and the output."""
         _, text = self.process.communicate(timeout=120)
         return self.process.returncode, text
 
@@ -234,7 +234,7 @@ def take_terminal() -> None:
 
 @pytest.mark.slow
 def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched]) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored by what is started now, too
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # new processes ignore it too
     try:
         run = launch()
     finally:
@@ -248,7 +248,7 @@ def test_nohup_ignores_a_terminal_that_hangs_up(launch: Callable[..., Launched])
 
 
 @pytest.mark.slow
-def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> None:
+def test_stopped_runs_are_not_restarted(launch: Callable[..., Launched]) -> None:
     """Rank 0 ends two seconds before rank 1, which a signal would end by then."""
     run = launch(*ALONE, "--max-restarts=1", seconds=2.0)
     os.kill(run.pids()[0], signal.SIGTERM)
@@ -258,7 +258,7 @@ def test_what_stopped_is_not_started_again(launch: Callable[..., Launched]) -> N
 
 
 def test_launchers_of_two_nodes_rendezvous(launch: Callable[..., Launched]) -> None:
-    """When one is asked to stop the ranks of both do; neither launcher then waits for one that has left."""
+    """A stop signal to one launcher stops the ranks of both; neither launcher then waits for the other."""
     where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
     nodes[0].pids()
@@ -317,7 +317,7 @@ def test_a_launcher_without_peers_reports_it(launch: Callable[..., Launched]) ->
     assert "Traceback" not in text, text
 
 
-def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
+def test_a_rank_that_continues_after_others_stopped_has_failed(launch: Callable[..., Launched]) -> None:
     run = launch(seconds=60.0, patience="1")
     os.kill(run.pids()[0], signal.SIGTERM)
     code, text = run.ended()
@@ -325,7 +325,7 @@ def test_a_rank_that_goes_on_when_others_stopped_has_failed(launch: Callable[...
     assert run.written("saved*") == ["saved0"], text
 
 
-def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
+def test_failed_runs_are_restarted(launch: Callable[..., Launched]) -> None:
     """Also where the others, which torch then asks to stop, end with 143."""
     run = launch(*ALONE, "--max-restarts=1", how="fail")
     code, text = run.ended()
@@ -337,7 +337,7 @@ def test_what_fails_is_started_again(launch: Callable[..., Launched]) -> None:
 def test_a_wrong_recipe_is_reported_once(launch: Callable[..., Launched]) -> None:
     run = launch(*ALONE, "--max-restarts=2", how="refuse")
     code, text = run.ended()
-    assert code == 2 and text == "", text  # the rank itself says what is wrong
+    assert code == 2 and text == "", text  # the rank itself reports the error
     assert run.written("pid0.*") == ["pid0.0"], text
 
 

@@ -1,4 +1,4 @@
-"""megatron-core is prepared whichever way it is imported. Each case needs an interpreter of its own."""
+"""megatron-core is prepared in every way of importing it. Each case needs its own interpreter."""
 
 import os
 import subprocess
@@ -82,7 +82,7 @@ def run_beside(folder: Path, packages: dict[str, str], code: str) -> subprocess.
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_what_is_for_gpus_is_not_taken_without_one(tmp_path: Path) -> None:
+def test_gpu_packages_are_not_imported_without_a_gpu(tmp_path: Path) -> None:
     """A folder of packages that nodes with and without GPUs share: importing some of them fails here, others compute
     on GPUs only."""
     done = run_beside(tmp_path, PLANTED, TAKEN)
@@ -136,12 +136,13 @@ sys.exit(main(["{command}", "--recipe", "mamba_hybrid_tiny_pretrain_config", "pa
 
 
 @pytest.mark.parametrize(
-    ("told", "option", "packages"), [BROKEN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in BROKEN[1:])]
+    ("message", "option", "packages"),
+    [BROKEN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in BROKEN[1:])],
 )
-def test_what_is_broken_is_told(tmp_path: Path, told: str, option: str, packages: dict[str, str]) -> None:
-    command = "verify" if "mamba_ssm.ops" in told else "train"  # the other command that starts ranks
+def test_broken_packages_are_reported(tmp_path: Path, message: str, option: str, packages: dict[str, str]) -> None:
+    command = "verify" if "mamba_ssm.ops" in message else "train"  # the other command that starts ranks
     done = run_beside(tmp_path, packages, WITH_A_GPU.format(command=command))
     assert done.returncode == 2, done.stderr[-2000:]
     lines = done.stderr.splitlines()
-    assert lines[1] == f"error: {told}"
+    assert lines[1] == f"error: {message}"
     assert lines[2].startswith(f"    fix: in the clone: scripts/setup.sh {option}") and len(lines) == 3

@@ -1,4 +1,4 @@
-"""Repairs of megatron-core that no test of training shows by itself."""
+"""Patches of megatron-core that no test of training covers."""
 
 import inspect
 import sys
@@ -46,14 +46,14 @@ def test_packs_are_rotated_as_one_by_one(size: int, lengths: tuple[int, ...]) ->
         t = torch.randn(sum(lengths) // size, 3, 16, generator=generator)
         for options in ({}, {"rotary_interleaved": True}, {"mscale": 1.5}):
             expected = upstream["_apply_rotary_pos_emb_thd"](t, not_empty, freqs, cp_group=group, **options)
-            with NothingAsked():
+            with NoHostWaits():
                 got = rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, cp_group=group, **options)
             assert torch.equal(got, expected)
-    with NothingAsked(), pytest.raises(AssertionError, match="waits"):
+    with NoHostWaits(), pytest.raises(AssertionError, match="waits"):
         upstream["_apply_rotary_pos_emb_thd"](t, not_empty, freqs, cp_group=group)
 
 
-def test_rows_of_a_pack_are_kept_until_somebody_writes_to_its_lengths() -> None:
+def test_rows_of_a_pack_are_cached_until_its_lengths_are_modified() -> None:
     cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
     first = patches._rows_of_pack(cu_seqlens, 12, 1, 2)
     assert first.tolist() == [2, 3, 4, 5, *range(4, 12)]
@@ -66,8 +66,8 @@ def test_rows_of_a_pack_are_kept_until_somebody_writes_to_its_lengths() -> None:
         assert patches._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]
 
 
-class NothingAsked(TorchDispatchMode):
-    """No kernel whose result the host would wait for."""
+class NoHostWaits(TorchDispatchMode):
+    """Mode that fails at a kernel whose result the host waits for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waiting = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)

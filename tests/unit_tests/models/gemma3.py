@@ -1,4 +1,4 @@
-"""A tiny Gemma 3 of the tests that train one: overrides for ``tests.training_runs.tiny_config``."""
+"""Overrides of ``tests.training_runs.tiny_config`` for a tiny Gemma 3."""
 
 # Layers with and without a window in turn, and sequences that are longer than the window.
 GEMMA3 = {

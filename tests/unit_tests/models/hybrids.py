@@ -1,4 +1,4 @@
-"""The hybrid models of the tests that train one: overrides for ``tests.training_runs.tiny_config``."""
+"""Overrides of ``tests.training_runs.tiny_config`` for hybrid models."""
 
 import megatron_cp.models.hybrid  # noqa: F401 - no rank imports it for itself
 from tests.unit_tests.training.layouts.test_model_variants import BIASED

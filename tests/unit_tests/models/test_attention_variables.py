@@ -1,4 +1,4 @@
-"""The variables by which Transformer Engine chooses a kernel are the user's, and nobody else's concern."""
+"""Only the user sets the variables by which Transformer Engine chooses a kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def after_building(overrides: dict[str, Any]) -> list[str | None]:
 
 @pytest.mark.parametrize("model", [{}, HYBRID], ids=["gpt", "hybrid"])
 @pytest.mark.parametrize("values", [[None, "0", None], ["0", "1", "0"]], ids=str)
-def test_a_kernel_that_is_switched_off_stays_off_and_keeps_no_model_from_being_built(
+def test_a_disabled_kernel_stays_off_and_models_build(
     values: list[str | None], model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in zip(VARIABLES, values, strict=True):

@@ -1,4 +1,4 @@
-"""Which fused kernels a configuration comes to."""
+"""The fused kernels that a configuration selects."""
 
 from __future__ import annotations
 

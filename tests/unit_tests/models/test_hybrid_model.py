@@ -1,4 +1,4 @@
-"""What megatron-core's hybrid model leaves out, and its GPT model has."""
+"""Features of megatron-core's GPT model that its hybrid model lacks."""
 
 import re
 from typing import Any
@@ -111,6 +111,6 @@ def test_dropout_differs_between_ranks_that_hold_different_tokens_and_only_there
     assert first == second
 
 
-def test_a_recomputed_layer_drops_what_it_dropped_before() -> None:
+def test_a_recomputed_layer_repeats_its_dropout() -> None:
     overrides = HYBRID | TP2 | SP | DROPOUT
     assert run_ranks(train_losses, 2, overrides | FULL, 2) == run_ranks(train_losses, 2, overrides, 2)

@@ -97,7 +97,7 @@ def written_before(folder: str) -> None:
     load_checkpoint(run, folder, 0)
 
 
-def test_a_checkpoint_with_other_names_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_names_lists_missing_ones(tmp_path: Path) -> None:
     with pytest.raises(
         RanksFailed, match=r"4 of the model's tensors are missing \(decoder.layers.pre_mlp_layernorm.weight"
     ):

@@ -1,4 +1,4 @@
-"""megatron-core's configuration as it would be on a GPU, where none is needed to see it."""
+"""megatron-core's configuration as on a GPU, checked without one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatc
     assert config.activation_func is {"silu": F.silu, "gelu": F.gelu}.get(function, config.activation_func)
 
 
-def test_activations_are_what_their_names_say() -> None:
+def test_activations_match_their_names() -> None:
     x = torch.linspace(-4, 4, 33, dtype=torch.float64)
     formulas = {
         "silu": x * torch.sigmoid(x),
@@ -52,7 +52,7 @@ def test_activations_are_what_their_names_say() -> None:
         torch.testing.assert_close(function(x), expected)
 
 
-def test_where_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_weight_initialization(monkeypatch: pytest.MonkeyPatch) -> None:
     for on_gpu, wanted, on_cpu in ((True, False, False), (True, True, True), (False, False, True)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)  # noqa: B023 - called at once
         config: Any = transformer_config(tiny_config(model__use_cpu_initialization=wanted))
@@ -70,7 +70,7 @@ def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
 
 
 def test_latent_attention_has_keys_for_every_head() -> None:
-    """Upstream tells Transformer Engine ``num_query_groups``, which does not say how many heads the keys have."""
+    """Upstream passes ``num_query_groups`` to Transformer Engine, which is not the number of key heads."""
     assert transformer_config(tiny_config(model__num_query_groups=2)).num_query_groups == 2
     latent: dict[str, Any] = {"model__num_query_groups": 2, "model__multi_latent_attention": True}
     assert transformer_config(tiny_config(**latent)).num_query_groups == 8
@@ -79,7 +79,7 @@ def test_latent_attention_has_keys_for_every_head() -> None:
 
 
 @pytest.mark.parametrize("theirs", [True, False])
-def test_the_answer_whose_layers_they_are_is_handed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_layers_is_passed_down(theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own default is Transformer Engine, installed or not."""
     monkeypatch.setattr(module, "use_te_layers", lambda *_: theirs)
     assert uses_te_layers(transformer_config(tiny_config(model__apply_rope_fusion=False))) is theirs

@@ -1,4 +1,4 @@
-"""YaRN as megatron-core's own module and Hugging Face's library compute it."""
+"""YaRN equals megatron-core's own module and Hugging Face's library."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frequencies_and_concentration_are_those_of_others(name: str) -> None:
+def test_frequencies_and_concentration_equal_transformers(name: str) -> None:
     config = tiny_config(**{f"model__{field}": value for field, value in (YARN | CASES[name]).items()})
     model = config.model
     plain = 1.0 / (int(model.rotary_base) ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))

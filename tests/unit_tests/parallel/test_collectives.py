@@ -1,4 +1,4 @@
-"""Collective helpers: named messages, work on one rank or once a node, and faults that every rank raises."""
+"""Collective helpers: messages, work on one rank or once per node, and errors on every rank."""
 
 import os
 import time
@@ -21,10 +21,10 @@ def _builds(folders: list[Path]) -> int:
     node, os.environ["LOCAL_RANK"] = map(str, divmod(int(os.environ["RANK"]), RANKS_PER_NODE))
     builds = []
 
-    def fill(aside: Path) -> None:
-        builds.append(aside)
+    def fill(partial: Path) -> None:
+        builds.append(partial)
         time.sleep(0.3)  # nodes that build at once would all begin before one ends
-        (aside / "index").write_text("built")
+        (partial / "index").write_text("built")
 
     folder = folders[int(node)]
     run_once_per_node(lambda: build_cached(fill, folder))
@@ -41,7 +41,7 @@ def test_nodes_with_file_systems_of_their_own_build_once_each(tmp_path: Path) ->
 
 
 def _outcome(at_fault: int | None) -> str:
-    """What ``run_once_per_node`` says on nodes of one rank each, of which one fails or each finds another value."""
+    """Return the result of ``run_once_per_node`` on nodes of one rank each: one fails, or each finds another value."""
     rank, os.environ["LOCAL_RANK"] = int(os.environ["RANK"]), "0"
 
     def work() -> int:

@@ -23,7 +23,7 @@ def test_ranks_compile_without_a_process_for_each_core() -> None:
     assert run_ranks(compile_threads, 1) == [1]
 
 
-def test_nccl_with_too_few_gpus_is_told_of_it() -> None:
+def test_nccl_with_too_few_gpus_is_reported() -> None:
     check_gpus("staged", 4, 1)
     check_gpus("nccl", 4, 4)
     with pytest.raises(ConfigError, match=r"4 ranks on a node with 1 GPU: [\s\S]*distributed_backend=staged"):
@@ -41,8 +41,8 @@ def test_a_gpu_that_is_broken_is_named(monkeypatch: pytest.MonkeyPatch, at: str)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
     monkeypatch.setattr(*((torch.cuda, "set_device") if at == "set_device" else (torch, "zeros")), fail)
-    said = f"rank 13, on {socket.gethostname()}: GPU 5 of 8 cannot be used: CUDA error: uncorrectable ECC error encount"
-    with pytest.raises(RuntimeFault, match=said) as caught:
+    text = f"rank 13, on {socket.gethostname()}: GPU 5 of 8 cannot be used: CUDA error: uncorrectable ECC error encount"
+    with pytest.raises(RuntimeFault, match=text) as caught:
         start_distributed(DistributedConfig())
     assert "\n" not in str(caught.value) and not caught.value.on_all_ranks
 

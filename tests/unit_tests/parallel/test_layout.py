@@ -1,4 +1,4 @@
-"""How rank tables are written: every rank in small worlds, abbreviated and still exact in large ones."""
+"""Formats of rank tables: every rank in small worlds, abbreviated and exact in large ones."""
 
 import itertools
 import re

@@ -1,5 +1,7 @@
-"""What pipeline stages pass on has the shape that its receiver knows, and is freed; see also
-``tests/doubles/pretend_gpu/order.py``."""
+"""Messages between pipeline stages have the shape that the receiver computes, and are freed.
+
+See also ``tests/doubles/pretend_gpu/order.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def out_of_order(lengths: str, overrides: dict[str, Any]) -> None:
     packed_losses(lengths, overrides)
 
 
-def test_a_schedule_in_another_order_is_told(tmp_path: Path) -> None:
+def test_a_schedule_in_another_order_is_reported(tmp_path: Path) -> None:
     packs = DYNAMIC | PP2 | {"model__max_seqlen_per_dp_cp_rank": LONGEST}
     with pytest.raises(RanksFailed, match=r"RuntimeFault: pipeline rank 0 sends .* to a stage that expects"):
         run_ranks(out_of_order, 2, lengths_file(tmp_path), packs)

@@ -1,7 +1,7 @@
-"""The staged backend carries what gloo carries: every operation, whole training runs, and its promises about waiting.
+"""The staged backend carries what gloo carries: every operation, whole training runs, and its rules of waiting.
 
-Host tensors are copied as a GPU's are, so without a GPU everything runs but the CUDA streams. Those are for the tests
-marked ``gpu``, several ranks on one device.
+Host tensors are copied as a GPU's are, so without a GPU everything runs except CUDA streams. The tests marked ``gpu``
+cover those, with several ranks on one device.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def moves(folder: str, device: str) -> None:
     number = torch.tensor(float(rank), device=device)
     dist.broadcast(number, src=1)
     assert number.item() == 1.0
-    said: list[Any] = [None] * size
-    dist.all_gather_object(said, {"rank": rank})
-    assert said == [{"rank": r} for r in range(size)]
+    reported: list[Any] = [None] * size
+    dist.all_gather_object(reported, {"rank": rank})
+    assert reported == [{"rank": r} for r in range(size)]
     listed = [f"from {rank}"]
     dist.broadcast_object_list(listed, src=1)
     assert listed == ["from 1"]
@@ -172,7 +172,7 @@ def talks(folder: str, device: str) -> None:
 
 
 def waits(folder: str, device: str) -> float:
-    """What is sent may change at once; what is received is there after ``wait`` or once it says that it is complete."""
+    """Sent tensors may change at once. Received ones are valid after ``wait``, or once the work is complete."""
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, into = own(rank, device), torch.full((size * 3, 4), -1.0, device=device)
@@ -229,7 +229,7 @@ def later_names(folder: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("check", [moves, reduces, talks, later_names])
-def test_it_does_what_torch_says(check: Any, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_matches_torch(check: Any, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run_staged(check, 4 if check is talks else 3, tmp_path, monkeypatch, device)
 
 
@@ -254,7 +254,7 @@ def train_staged(folder: str, overrides: dict[str, Any], steps: int, device: str
         *[pytest.param(name, "cuda", marks=[pytest.mark.gpu, NO_GPU]) for name in LAYOUTS],
     ],
 )
-def test_training_is_that_of_one_rank(name: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_equals_one_rank(name: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, overrides = LAYOUTS[name]
     steps = 3
     if device == "cpu":
@@ -280,7 +280,7 @@ def packs_staged(folder: str, lengths: str, overrides: dict[str, Any], device: s
 def test_packs_pass_through_virtual_stages(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of different lengths between the same two ranks: they must not be taken for each other."""
     lengths = lengths_file(tmp_path)
-    # A schedule in which steps are timed is another one each time.
+    # A schedule with timed steps differs in each run.
     packs = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 64, "model__dynamic_context_parallel_calibration_iters": 0}
     layout = packs | PP2 | VPP2 | {"dist__distributed_backend": "staged"}
     (tmp_path / "alone").mkdir()

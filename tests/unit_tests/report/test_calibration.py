@@ -130,7 +130,7 @@ def older_run(tmp_path: Path) -> Path:
         ([], "--gpus is required. Fix: --gpus 8"),
     ],
 )
-def test_what_cannot_be_calibrated_is_said(
+def test_calibration_errors_name_a_fix(
     argv: list[str],
     says: str,
     tmp_path: Path,

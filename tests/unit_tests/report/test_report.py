@@ -1,4 +1,4 @@
-"""``megatron-cp report``: what it reads, what it says of it, and what it writes."""
+"""``megatron-cp report``: input, messages and output."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_bar_and_its_table_name_the_same_thing_and_number(tmp_path: Path) -> N
     assert rows["peak memory a rank, GB"] == [text.get_text().strip() for text in memory.texts]
 
 
-def test_the_latest_value_of_an_iteration_counts_and_other_data_is_told_apart(tmp_path: Path) -> None:
+def test_the_latest_value_of_an_iteration_counts_per_data_set(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a")
     later: list[dict[str, Any]] = [
         {"iteration": 10, "validation_loss": 9.0},
@@ -131,7 +131,7 @@ def test_a_killed_run_a_diverged_one_and_one_without_its_config(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("config", ["model: null", "model: 3", "model: {context_parallel_size: abc, pp: null}"])
-def test_a_config_that_is_none_is_left_out(tmp_path: Path, config: str) -> None:
+def test_an_invalid_config_is_left_out(tmp_path: Path, config: str) -> None:
     folder = run_folder(tmp_path / "a")
     (folder / "config.yaml").write_text(config)
     assert read_runs([folder])[0].layout == "4 ranks" or "abc" in config
@@ -142,7 +142,7 @@ ODD = ['"a"', "[1]", "{}", "NaN", "Infinity", "1e999", "1" + "0" * 4000, "-1", "
 
 
 @pytest.mark.parametrize("field", ["lm_loss", "tokens_per_s", "tokens_per_s_per_device", "timers_s", "iteration"])
-def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, field: str) -> None:
+def test_values_that_are_not_numbers_are_left_out(tmp_path: Path, field: str) -> None:
     folder = run_folder(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         for number, value in enumerate(ODD):
@@ -153,7 +153,7 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, field: str) -> 
     assert main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
 
 
-def test_a_pipe_for_a_config_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_for_a_config_does_not_block(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a")
     (folder / "config.yaml").unlink(missing_ok=True)
     os.mkfifo(folder / "config.yaml")
@@ -165,7 +165,7 @@ def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture) -> None:
     assert "there is no run folder xxx" in capsys.readouterr().err
 
 
-def test_names_tell_runs_apart(tmp_path: Path) -> None:
+def test_runs_have_distinct_names(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / a / "run") for a in ("x", "y")]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
 
@@ -179,7 +179,9 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
         (lambda p: (p.mkdir(), (p / "metrics.jsonl").write_text('{"iteration": 1, "lm')), "no complete training step"),
     ],
 )
-def test_what_is_no_run_is_said(tmp_path: Path, prepare: Any, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_folders_that_are_no_runs_are_reported(
+    tmp_path: Path, prepare: Any, message: str, capsys: pytest.CaptureFixture
+) -> None:
     prepare(tmp_path / "a")
     with pytest.raises(DataError, match=message):
         read_runs([tmp_path / "a"])
@@ -196,7 +198,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 class Links(HTMLParser):
-    """Everything that a page would load from elsewhere."""
+    """Collect everything that a page would load from other places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class Links(HTMLParser):
         self.cells.append(data)
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folders = [str(run_folder(tmp_path / name)) for name in ("plain", "with <b>")]
     assert main(["report", *folders, "--html", str(tmp_path / "r.html")]) == 0
     text = (tmp_path / "r.html").read_text()

@@ -1,4 +1,4 @@
-"""``megatron-cp profile``: what it makes of traces, a GPU's by hand and a CPU's as PyTorch writes it."""
+"""``megatron-cp profile``: a GPU's traces, made by hand, and a CPU's from PyTorch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_gpu_trace_is_read_by_kind_of_kernel(tmp_path: Path) -> None:
     assert found.kernels[0].name == GEMM and found.kernels[0].calls == 1
 
 
-def test_what_the_device_does_after_the_last_step_is_the_steps(tmp_path: Path) -> None:
+def test_device_work_after_the_last_step_belongs_to_it(tmp_path: Path) -> None:
     events = [event("user_annotation", "iteration 2", 0, 100), *kernel(1, GEMM, 10, 50, 450)]
     events += [event("cuda_runtime", "cudaDeviceSynchronize", 110, 390)]  # the profiler's own, before it writes
     found = read_trace(written(tmp_path, events))
@@ -143,7 +143,7 @@ def test_a_trace_of_the_host_as_pytorch_writes_it(tmp_path: Path) -> None:
     assert found.kinds["matrix products"] > 0 and found.kinds[PYTHON] > 0
 
 
-def test_operators_of_the_host_are_told_apart(tmp_path: Path) -> None:
+def test_operators_of_the_host_are_distinguished(tmp_path: Path) -> None:
     events = [
         event("user_annotation", "iteration 2", 0, 100),
         event("cpu_op", "aten::t", 10, 5),  # begins with what calls it
@@ -187,7 +187,7 @@ def test_the_command_prints_a_run_s_profiles(tmp_path: Path, capsys: pytest.Capt
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}]}', "no iteration is in this trace"),
     ],
 )
-def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_that_are_no_traces_are_reported(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "trace.json").write_bytes(content)
     with pytest.raises(DataError, match=says):
         read_trace(tmp_path / "trace.json")
@@ -206,8 +206,8 @@ def test_times_that_are_none_are_refused(
     events = two_steps()
     events[-1][field] = value
     assert main(["profile", str(written(tmp_path, events))]) == 2
-    said = capsys.readouterr().err
-    assert f"is damaged: the event 'cudaStreamSynchronize': {field}={value} is not a number of micro" in said
+    reported = capsys.readouterr().err
+    assert f"is damaged: the event 'cudaStreamSynchronize': {field}={value} is not a number of micro" in reported
 
 
 def test_a_trace_that_takes_no_time_is_refused(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_trace_that_takes_no_time_is_refused(tmp_path: Path) -> None:
         read_trace(written(tmp_path, [event("user_annotation", "iteration 2", 5, 0)]))
 
 
-def test_a_correlation_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_an_invalid_correlation_is_left_out(tmp_path: Path) -> None:
     events = two_steps()
     for each in events:
         if each.get("cat") in ("kernel", "cuda_runtime"):
@@ -224,13 +224,13 @@ def test_a_correlation_that_is_no_number_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff\xfe\x00"])
-def test_json_that_python_cannot_hold_is_no_trace(tmp_path: Path, content: bytes) -> None:
+def test_json_beyond_pythons_limits_is_no_trace(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "trace.json").write_bytes(content)
     with pytest.raises(DataError, match="cannot be read as a trace"):
         read_trace(tmp_path / "trace.json")
 
 
-def test_what_is_cut_off_or_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_or_missing_data_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, two_steps())
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match="cannot be read as a trace"):

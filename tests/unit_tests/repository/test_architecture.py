@@ -1,4 +1,4 @@
-"""Imports point downward, the thinking parts import neither torch nor megatron, and folders stay small."""
+"""Imports point downward, pure modules import neither torch nor megatron, and folders stay small."""
 
 import ast
 import dataclasses
@@ -169,7 +169,7 @@ def test_functions_take_what_they_read() -> None:
     assert len(house.functions_given("RunConfig")) <= 40, house.functions_given("RunConfig")
 
 
-def test_thinking_parts_import_neither_torch_nor_megatron() -> None:
+def test_pure_modules_import_neither_torch_nor_megatron() -> None:
     code = f"""
 import importlib, sys
 for name in {PURE!r}:
@@ -182,7 +182,7 @@ for name in {PURE!r}:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_what_is_printed_is_made_printable(path: Path) -> None:
+def test_output_goes_through_the_terminal_module(path: Path) -> None:
     if path.name == "terminal.py":
         return
     calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
@@ -190,8 +190,8 @@ def test_what_is_printed_is_made_printable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_what_is_printed_names_no_file_of_the_clone(path: Path) -> None:
-    """A wheel has none of them. installation.py knows whether there is a clone."""
+def test_printed_text_names_no_file_of_the_clone(path: Path) -> None:
+    """A wheel has none of these files. installation.py checks for a clone."""
     if path.name in ("installation.py", "document.py"):  # the latter is for docs/reference/rules.md
         return
     nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -1,4 +1,4 @@
-"""Benchmarks that only a GPU can run are configured so that one would."""
+"""Benchmarks for GPUs have configurations that a GPU can run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
 
 
 def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
-    """The rows of as many cases, one of which fails in its first step with each of the errors."""
+    """Return one row per error: the case fails with it in its first step."""
     options = argparse.Namespace(
         tokens=64, steps=1, warm_up=0, chunk=64, overrides=["model.num_layers=1"], profile=None
     )
@@ -44,7 +44,7 @@ def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
         models.append(weakref.ref(run.model[0]))
         error = next(coming)
         if error is not None:
-            raise type(error)(*error.args)  # one that nobody else keeps, and all that its traceback holds
+            raise type(error)(*error.args)  # a copy, so that no other reference keeps its traceback alive
         return original(run, microbatches)
 
     gpu_pretrain.train_step = train_step
@@ -72,14 +72,14 @@ def test_a_profile_is_of_one_step_after_the_measured_ones(tmp_path: Path) -> Non
     assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == 4
 
 
-def test_a_case_that_fails_costs_no_other_case_its_row() -> None:
+def test_a_failed_case_does_not_stop_the_others() -> None:
     errors = [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), ValueError("no kernel\nfor this"), None]
     (rows,) = run_ranks(rows_of_a_table_with_errors, 1, errors)
     assert "| does not fit in memory |" in rows[0] and "| failed: ValueError: no kernel |" in rows[1]
     assert float(rows[2].split("|")[5]) > 0
 
 
-def test_the_rate_that_lasts_is_that_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sustained_rate_is_measured_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that slows down by a third when it has been busy for two seconds."""
     now = [0.0]
 
@@ -93,7 +93,7 @@ def test_the_rate_that_lasts_is_that_after_some_seconds(monkeypatch: pytest.Monk
     assert (first, lasting) == (pytest.approx(2 * 4**3 / 0.01), pytest.approx(2 * 4**3 / 0.015))
 
 
-def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_that_cannot_compute_a_shape_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     def missing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("No available kernel.\nAborting execution.")
 
@@ -103,13 +103,13 @@ def test_attention_that_cannot_compute_a_shape_is_left_out_of_it(capsys: pytest.
         "te": (missing, given),
         "sdpa": (gpu_attention.sdpa, given),
     }
-    assert list(gpu_attention.those_that_work(ways)) == ["ours", "sdpa"]
+    assert list(gpu_attention.usable(ways)) == ["ours", "sdpa"]
     assert "te: RuntimeError: No available kernel." in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="No available kernel"):
-        gpu_attention.those_that_work({"ours": (missing, given)})
+        gpu_attention.usable({"ours": (missing, given)})
 
 
-def test_the_rates_of_a_device_are_found_in_its_times() -> None:
+def test_the_rates_of_a_device_are_fitted_to_its_times() -> None:
     shape = ModelShape(layers=4, attention_heads=32, kv_heads=8, head_dim=128, active_parameters=1.4e9)
     device = replace(DEVICES["H200"], attention_flops=520e12, matmul_flops=610e12, launch_seconds=0.2e-3)
     prior, true = cost_model(shape, DEVICES["H200"]), cost_model(shape, device)

@@ -1,4 +1,4 @@
-"""The examples of the pages about recipes, settings and Python work as they stand there."""
+"""Examples on pages about recipes, settings and Python work unchanged."""
 
 import ast
 import re
@@ -77,7 +77,7 @@ def test_the_settings_and_flags_that_the_page_names_exist():
         load_recipe("llama_tiny_pretrain_config", [f"{group}={choice}"])
 
 
-# Where megatron-core's package defines the defaults of a section; Bridge's own classes alone know what is not there.
+# Modules of megatron-core with the defaults of a section; only Bridge's own classes have the others.
 CLASSES = {
     "model": ("core/transformer/transformer_config.py", "TransformerConfig"),
     "train": ("training/config/training_config.py", "TrainingConfig"),

@@ -1,4 +1,4 @@
-"""What README.md, docs/ and 3rdparty/ say is there is there, and their commands compose."""
+"""Files and commands that README.md, docs/ and 3rdparty/ name exist and compose."""
 
 import re
 import shlex

@@ -37,7 +37,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 
 def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
-    """Links may lead elsewhere; scripts, styles, fonts and pictures may not."""
+    """Links may go to other hosts; scripts, styles, fonts and pictures may not."""
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert not re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?(?:https?:)?//", text), path
@@ -54,7 +54,7 @@ def test_search_finds_rules_settings_and_the_python_api(site: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 12), reason="argparse words its help otherwise")
-def test_the_commands_are_written_anew() -> None:
+def test_the_commands_page_is_current() -> None:
     assert write_commands.PATH.read_text(encoding="utf-8") == write_commands.document()
 
 
@@ -74,15 +74,15 @@ def test_rules_are_linked_with_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_what_has_not_run_stands_on_one_page(page: Path) -> None:
-    said = re.findall(
+def test_only_one_page_lists_what_has_not_run(page: Path) -> None:
+    reported = re.findall(
         r"no GPU has|not (?:been )?(?:run|tried|measured) (?:yet|on a)|not tried\b", page.read_text(encoding="utf-8")
     )
-    assert not said or page == CAVEATS
+    assert not reported or page == CAVEATS
 
 
-def test_the_kubernetes_manifest_fits_the_schema() -> None:
-    """The schema is that of JobSet v1alpha2, without its descriptions; unknown fields are errors."""
+def test_the_kubernetes_manifest_matches_the_schema() -> None:
+    """The schema is JobSet v1alpha2's, without descriptions; unknown fields are errors."""
     page = (DOCS / "how-to" / "kubernetes.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml title=\"jobset.yaml\"\n(.*?)```", page, flags=re.S)
     packed = Path(__file__).with_name("jobset_schema.json.gz").read_bytes()

@@ -1,4 +1,4 @@
-"""Each recipe has a verification card; what its commands print here is what the card says."""
+"""Each recipe has a verification card, and its commands give the card's results here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "kind"), cases())
-def test_a_command_gives_what_the_card_says(recipe: str, kind: str) -> None:
+def test_a_command_gives_the_cards_result(recipe: str, kind: str) -> None:
     check = ALL[recipe][kind]
     assert differing(check["measured"], measure(kind, check["command"])) == [], check["command"]
 
@@ -62,12 +62,12 @@ def test_a_card_is_complete(recipe: str) -> None:
         assert card[kind]["expected"] == CHECKS[kind].expected
 
 
-def test_the_page_is_written_anew() -> None:
+def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.verification_cards --page"
 
 
 def test_a_card_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and what was not run stay; a recipe without a card gets one."""
+    """Commands and the list of what was not run are kept; a recipe without a card gets one."""
     monkeypatch.setattr(verification_cards, "CARDS", tmp_path / "cards")
     write(TINY, "0" * 40)
     path = tmp_path / "cards" / f"{TINY}.yaml"
@@ -83,7 +83,7 @@ def test_a_card_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert (again["not_run"], again["commit"], again["machine"]) == (["anything"], "1" * 40, new["machine"])
 
 
-def test_what_differs() -> None:
+def test_differences_beyond_rounding_are_listed() -> None:
     card = {"last": {"iteration": 4, "lm_loss": 5.8}, "worst_differences": {"loss": 1e-7}}
     assert differing(card, {"last": {"iteration": 4, "lm_loss": 5.8001}, "worst_differences": {"loss": 3e-7}}) == []
     assert len(differing(card, {"last": {"iteration": 3, "lm_loss": 5.81}, "worst_differences": {}})) == 2

@@ -1,4 +1,4 @@
-"""Type a message's fix behind the overrides that it complains of, as a user would, and see what is left."""
+"""Type a message's fix after the overrides that broke the rule, as a user would, and return what remains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def recipes_are_composed_once() -> Iterator[None]:
 
 
 def violations_of(example: Example, fixes: Sequence[Fix] = ()) -> list[Violation]:
-    """What is said about an example after fixes were typed behind its overrides, one after the other."""
+    """Return the violations of an example after typing fixes after its overrides, in order."""
     overrides, world_size = list(example.overrides), example.world_size
     environment = Environment.of(example.environment)
     for fix in fixes:

@@ -1,4 +1,4 @@
-"""Rules on batches: what is found, and that looking is cheap."""
+"""Rules on batches: faults found, and the cost of checking."""
 
 import time
 
@@ -46,7 +46,7 @@ class TestPositions:
     @pytest.mark.parametrize(
         "positions", [[0, 1, 2, 3], [2, 3, 4, 5], [0, 1, 6], [[0, 1, 6, 7], [0, 1, 6, 8]]], ids=str
     )
-    def test_anything_else(self, positions):
+    def test_other_faults_of_a_batch(self, positions):
         found = check_positions(positions, cp_rank=0, cp_size=2)
         assert rules(found) == ["B10"] and "rank 0 of 2" in found[0].message
 

@@ -1,4 +1,4 @@
-"""What the rules make of what is installed: whose attention runs, what ``auto`` becomes, which variables count."""
+"""Rules and the installed software: the attention used, the value of ``auto``, the variables that count."""
 
 import dataclasses
 from dataclasses import replace
@@ -17,7 +17,7 @@ HYBRID = ["model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*"]
 
 
 class TestTransformerEngine:
-    """Which limits hold depends on whose attention runs."""
+    """The limits depend on the attention in use."""
 
     WINDOW = ("model.window_size=[64,0]",)
 
@@ -47,7 +47,7 @@ class TestTransformerEngine:
             ("D3", "warning"),
         }
 
-    def test_auto_falls_back_and_says_so(self):
+    def test_auto_falls_back_and_warns(self):
         assert self.rules(*self.WINDOW) == {("E1", "warning")}
         assert self.rules(*self.WINDOW, "model.attention_dropout=0.1") == {
             ("E1", "warning"),
@@ -89,7 +89,7 @@ class TestTransformerEngine:
         assert self.rules(*overrides) == {("D1", "warning")} | slow  # ours gives several ranks the same head
         assert self.rules(*overrides, "model.num_query_groups=4") == slow
 
-    def test_ours_also_proves_the_configured_all_to_all_where_groups_are_dynamic(self):
+    def test_dynamic_groups_also_check_the_configured_all_to_all(self):
         heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=96")
         overrides = (*self.A2A, *heads, "model.dynamic_context_parallel=true", "train.micro_batch_size=1")
         assert self.rules(*overrides, environment="cpu") == {("D1", "error")}
@@ -111,7 +111,7 @@ class TestTransformerEngine:
         }
         assert self.rules(*self.EVALUATION, "train.micro_batch_size=1", environment="cpu") == set()
 
-    def test_a_window_without_limits_is_none(self):
+    def test_a_window_without_limits_is_no_window(self):
         for window, mask, windowed in (
             ("[-1,0]", "causal", False),
             ("[-1,-1]", "causal", False),
@@ -172,7 +172,7 @@ class TestTransformerEngine:
                     found = self.rules("model.attention_backend=te", *overrides, environment=environment)
                     assert ((rule, "error") in found) == refused, (rule, overrides, version)
 
-    def test_odd_heads_leave_flash_attention_if_it_is_there(self):
+    def test_odd_heads_need_flash_attention_or_an_older_version(self):
         odd = ("model.num_attention_heads=9", "model.num_query_groups=9", "model.hidden_size=144")
         odd += ("model.hierarchical_context_parallel_sizes=[1,4]", "model.attention_backend=te")
         for changes, expected in (
@@ -186,15 +186,15 @@ class TestTransformerEngine:
         found = self.rules(*odd[:-1], environment=environment)
         assert ("D3", "warning") in found and "error" not in {severity for _, severity in found}, "ours is used"
 
-    def test_it_must_be_there_when_asked_for(self):
+    def test_requested_transformer_engine_must_be_installed(self):
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment="cpu")
         assert ("K8", "error") in self.rules("model.attention_backend=te", environment=Environment(device="gpu"))
         assert ("K8", "error") in self.rules("model.attention_backend=te", "model.transformer_impl=local")
 
-    def test_te_layers_must_be_there_when_asked_for_where_there_is_a_gpu(self):
+    def test_requested_te_layers_must_be_installed_on_a_gpu_machine(self):
         wanted, old = "model.transformer_impl=transformer_engine", Environment(device="gpu", transformer_engine="2.9.0")
         assert self.rules(wanted) == set()
-        assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as every recipe of Bridge's says
+        assert self.rules(wanted, environment="cpu") == {("K8", "warning")}  # as in every recipe of Bridge
         assert ("K8", "error") in self.rules(wanted, environment=Environment(device="gpu"))
         assert ("K8", "error") in self.rules(wanted, environment=old)
 
@@ -210,7 +210,7 @@ class TestTransformerEngine:
             (("mixed_precision=fp32", "model.attention_backend=te", "parallel=none"), True),
         ],
     )
-    def test_te_layers_are_there_whosever_the_attention_is(self, overrides, its):
+    def test_te_layers_are_used_with_either_attention(self, overrides, its):
         config = load_recipe(EXAMPLE_RECIPE, list(overrides))
         fp32 = config.mixed_precision.fp32
         assert has_te_layers(config.model, "2.17.1", on_gpu=True, fp32=fp32) is its
@@ -218,7 +218,7 @@ class TestTransformerEngine:
             assert not has_te_layers(config.model, version, on_gpu=on_gpu, fp32=fp32)
         assert choose_backend(config.model, "2.17.1", True, (), fp32)[0] == "native" or its
 
-    def test_what_only_te_layers_have_can_be_had_around_our_attention(self):
+    def test_features_of_te_layers_work_around_our_attention(self):
         experts = ("model.num_moe_experts=4", "model.moe_grouped_gemm=true")
         latent = ("model.multi_latent_attention=true", "model.q_lora_rank=33", "model.tensor_model_parallel_size=2")
         for wanted, rule in ((experts, "K15"), (latent, "K24")):
@@ -274,7 +274,7 @@ class TestAuto:
         )
         assert with_auto == without and without[0].rule == rule and without[0].severity == "error"
 
-    def test_transformer_engine_has_its_say(self):
+    def test_auto_respects_limits_of_transformer_engine(self):
         overrides = ("model.attention_backend=te", "model.num_query_groups=1", "model.window_size=[64,0]")
         assert self.resolve(*overrides, node=2, environment="gpu")[0] == "all_gather"
 
@@ -284,7 +284,7 @@ class TestAuto:
         latent = "model.multi_latent_attention=true"
         assert self.resolve(*overrides, latent, node=4, environment="gpu")[:2] == ("a2a", None)
 
-    def test_packs_are_its_own_kind_of_work(self):
+    def test_auto_respects_limits_of_packs(self):
         """To Transformer Engine a pack's group has one level, and must fit an all-to-all as it is."""
         te, packed = "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced"
         assert self.resolve(te, node=2, environment="gpu")[:2] == ("a2a+p2p", [2, 2])
@@ -306,7 +306,7 @@ class TestAuto:
 
 
 class TestEnvironment:
-    def test_what_is_really_there(self, monkeypatch):
+    def test_the_real_environment_is_found(self, monkeypatch):
         monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
         monkeypatch.setenv("UNRELATED", "1")
         environment = Environment.detect()
@@ -332,7 +332,7 @@ class TestEnvironment:
             (["transformer_engine", "mamba_ssm"], HYBRID, ["Transformer Engine is not", "mamba-ssm is not"]),
         ],
     )
-    def test_what_would_be_used_and_is_not_installed(self, missing, overrides, warned):
+    def test_missing_optional_packages_are_named(self, missing, overrides, warned):
         environment = dataclasses.replace(PRESETS["gpu"], **dict.fromkeys(missing))
         config = load_recipe(EXAMPLE_RECIPE, overrides)
         found = [v for v in check(config, 4, environment=environment) if v.rule == "K57"]
@@ -351,7 +351,7 @@ class TestEnvironment:
         monkeypatch.setattr("megatron_cp.rules.environment.read_driver", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         assert Environment.detect().gpus_per_node == 3
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank is shown only some, as Slurm may do
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # each rank has access to some only, as Slurm may arrange
         assert Environment.detect().gpus_per_node == 8
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert Environment.detect().device == "cpu"

@@ -1,4 +1,4 @@
-"""What a hybrid model asks of a layout."""
+"""Requirements of hybrid models for a layout."""
 
 import pytest
 
@@ -133,7 +133,7 @@ def test_attention_alone_has_windows() -> None:
     assert findings("model.hybrid_layer_pattern=M*/M*MM-", *listed) == []
 
 
-def test_a_pattern_without_layers_is_said_once() -> None:
+def test_a_pattern_without_layers_is_reported_once() -> None:
     found = [each.message for each in errors("model.hybrid_layer_pattern=|/M", *ONE_DEPTH) if each.rule == "K14"]
     assert found == ["must contain only M, *, - and E"]
 
@@ -172,8 +172,8 @@ def test_only_layers_of_the_pattern_are_recomputed(
     overrides: tuple[str, ...], module: str, severity: str, message: str
 ) -> None:
     found = findings(*overrides, "model.recompute_granularity=selective", f"model.recompute_modules=[{module}]")
-    ((said, text),) = [(each.severity, each.message) for each in found if each.rule == "K7"]
-    assert said == severity and message in text
+    ((reported, text),) = [(each.severity, each.message) for each in found if each.rule == "K7"]
+    assert reported == severity and message in text
 
 
 def test_settings_of_experts_are_read_with_experts_alone() -> None:

@@ -1,4 +1,4 @@
-"""No false reject: what the training tests prove to train like one rank keeps every rule, on GPUs too."""
+"""No false reject: layouts that training tests cover pass every rule, also on GPUs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings that were accepted once and failed deep inside, or meant something else: refused, and the remedy works."""
+"""Settings that fail late or have another meaning are refused, and the fix works."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def world_size_of(overrides):
 
 
 @pytest.mark.parametrize(("overrides", "rule", "remedy"), REFUSED, ids=str)
-def test_what_would_fail_or_be_ignored_is_refused_once_and_the_remedy_works(overrides, rule, remedy):
+def test_failing_or_ignored_settings_are_refused_once_with_a_working_fix(overrides, rule, remedy):
     def errors(*more):
         config = load_recipe(EXAMPLE_RECIPE, [*overrides, *more])
         return [v for v in check(config, world_size_of(overrides), environment="cpu") if v.severity == "error"]
@@ -211,7 +211,7 @@ def test_experts_that_are_spread_have_one_loss_scale_with_the_rest():
     assert errors(*EXPERTS, "ddp.check_for_nan_in_grad=false", "mixed_precision=fp16_mixed") == {}
 
 
-def test_a_loss_scale_without_fp16_is_said():
+def test_a_loss_scale_without_fp16_warns():
     setting = "mixed_precision.initial_loss_scale=256"
     (found,) = check(load_recipe(EXAMPLE_RECIPE, [setting]), 4, environment="cpu")
     assert (found.rule, found.severity, found.value) == ("K13", "warning", 256)
@@ -222,7 +222,7 @@ def test_a_loss_scale_without_fp16_is_said():
         assert config.fp16 and config.initial_loss_scale == 256
 
 
-def test_an_evaluation_of_nothing_is_said():
+def test_an_evaluation_without_data_warns():
     config = load_recipe(EXAMPLE_RECIPE, ["validation.eval_interval=5"])
     (found,) = check(config, 4, environment="cpu")
     assert (found.rule, found.severity, found.field) == ("K54", "warning", "validation.eval_interval")
@@ -236,7 +236,7 @@ def test_one_expert_of_several_is_a_matter_of_experts_alone():
     assert errors("model.moe_router_topk=1", *SINKHORN, world_size=1) == {}
 
 
-def test_a_warmup_that_is_cut_short_is_said():
+def test_a_shortened_warmup_warns():
     config = load_recipe(EXAMPLE_RECIPE, ["train.train_iters=5", "scheduler.lr_warmup_iters=100"])
     (found,) = check(config, 4, environment="cpu")
     assert (found.rule, found.severity, found.value) == ("I9", "warning", 100)
@@ -248,7 +248,7 @@ def test_a_warmup_that_is_cut_short_is_said():
 
 
 def test_a_warmup_flag_beside_a_recipes_fraction_is_refused(tmp_path):
-    """The fraction would win, and what was typed be dropped without a word."""
+    """The fraction would take precedence, and the typed value would be dropped silently."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"defaults: [{EXAMPLE_RECIPE}, _self_]\nscheduler: {{lr_warmup_fraction: 0.5, lr_warmup_iters: 0}}\n"
@@ -263,7 +263,7 @@ def test_a_warmup_flag_beside_a_recipes_fraction_is_refused(tmp_path):
     [("recompute_method=uniform", "null"), ("recompute_num_layers=1", "null"), ("recompute_modules=[mlp]", "null"),
      ("distribute_saved_activations=true", "false")],
 )  # fmt: skip
-def test_settings_of_a_recomputation_that_nobody_asked_for_are_said(setting, default):
+def test_recomputation_settings_without_recomputation_warn(setting, default):
     (found,) = check(load_recipe(EXAMPLE_RECIPE, [f"model.{setting}"]), 4, environment="cpu")
     assert (found.rule, found.severity) == ("K7", "warning")
     assert found.field == f"model.{setting.partition('=')[0]}"
@@ -284,7 +284,7 @@ def selective(*modules):
      ([*LATENT, *selective("mla_up_proj")], "cpu")],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_recomputed_alone_is_refused(overrides, environment):
+def test_modules_that_cannot_be_recomputed_alone_are_refused(overrides, environment):
     """A bias comes back as an output: the backward pass never ends. The up-projection would need a compiler."""
     assert errors(*selective("mlp"), environment=environment) == {}
     assert errors(*LATENT, *selective("mla_up_proj"), environment="gpu") == {}
@@ -320,7 +320,7 @@ def test_activations_are_distributed_of_whole_layers_in_global_groups(overrides,
      ((*selective("mlp"), *EXPERTS), "model.recompute_modules=[moe]")],
     ids=str,
 )  # fmt: skip
-def test_settings_that_this_recomputation_does_not_read_are_said(overrides, fix):
+def test_unused_recomputation_settings_warn(overrides, fix):
     (found,) = check(load_recipe(EXAMPLE_RECIPE, overrides), 4, environment="cpu")
     assert (found.rule, found.severity) == ("K7", "warning")
     assert [each.overrides for each in parse_fix(found.fix)] == [(fix,)]
@@ -338,7 +338,7 @@ def test_a_node_has_ranks(ranks):
     assert (found.rule, found.field) == ("A1", "--gpus-per-node") and str(ranks) in found.message
 
 
-def test_a_batch_of_less_than_one_sample_is_told_once():
+def test_a_batch_of_less_than_one_sample_is_reported_once():
     assert list(errors("train.global_batch_size=-8")) == ["A1"]
 
 
@@ -391,7 +391,7 @@ INTERLEAVED = (
 
 
 @pytest.mark.parametrize("packs", [(), ("model.dynamic_context_parallel=true",)])
-def test_virtual_stages_work_through_at_least_as_many_microbatches_as_there_are_stages(packs):
+def test_virtual_stages_need_at_least_one_microbatch_per_stage(packs):
     assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=2") == {}
     assert errors(*INTERLEAVED, *packs, "model.microbatch_group_size_per_vp_stage=1").keys() == {"A17"}
 
@@ -425,7 +425,7 @@ def test_packs_of_evaluation_need_the_alltoall_dispatcher_too():
         assert errors(*gathered, packs) == {"H22": "model.moe_token_dispatcher_type=alltoall"}
 
 
-def test_sinkhorn_wants_whole_sequences():
+def test_sinkhorn_needs_whole_sequences():
     sinkhorn = (*MOE, "model.moe_router_load_balancing_type=sinkhorn", "model.moe_router_topk=1")
     assert errors(*sinkhorn) == {}
     assert errors(*sinkhorn, *SPLIT).keys() == {"K22"}
@@ -495,7 +495,7 @@ NATIVE = ("model.attention_backend=native",)
     ],
     ids=str,
 )
-def test_fused_kernels_are_refused_where_they_are_not_there(overrides, on_cpu, on_gpu):
+def test_missing_fused_kernels_are_refused(overrides, on_cpu, on_gpu):
     assert errors(*overrides) == on_cpu
     assert errors(*overrides, environment="gpu") == on_gpu
 
@@ -504,7 +504,7 @@ def test_a_scaling_factor_below_one_shortens():
     assert set(errors(*YARN, "model.yarn_rotary_scaling_factor=0.5")) == {"K30"}
 
 
-def test_yarn_for_fewer_positions_than_the_sequence_has_is_said():
+def test_yarn_for_fewer_positions_than_the_sequence_warns():
     few = [*YARN[:1], "model.yarn_original_max_position_embeddings=100", "model.yarn_rotary_scaling_factor=2.0"]
     (found,) = check(load_recipe(EXAMPLE_RECIPE, few), 4, environment="cpu")
     fix = "model.yarn_rotary_scaling_factor=3.0 model.max_position_embeddings=300"
@@ -531,9 +531,9 @@ def test_latent_attention_has_no_fused_rotary_embedding():
 
 def test_whose_fused_loss_has_no_effect_without_one():
     config = load_recipe(EXAMPLE_RECIPE, ["model.cross_entropy_fusion_impl=te"])
-    for environment, told in (("cpu", True), ("gpu", False)):
+    for environment, warns in (("cpu", True), ("gpu", False)):
         warnings = [v.rule for v in check(config, 4, environment=environment) if v.severity == "warning"]
-        assert ("K34" in warnings) == told
+        assert ("K34" in warnings) == warns
 
 
 @pytest.mark.parametrize(

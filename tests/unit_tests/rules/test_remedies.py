@@ -1,4 +1,4 @@
-"""A fix, typed word for word, works: no error of any rule is left, and a warning is gone."""
+"""A fix, typed literally, works: no rule reports an error, and a warning is gone."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_every_fix_of_an_example_works(rule):
         ("checkpoint.finetune", False),
     ],
 )
-def test_what_is_typed_is_the_value(setting, value):
+def test_typed_overrides_give_the_value(setting, value):
     recipe = "llama_tiny_pretrain_config"
     assert load_recipe(recipe, shlex.split(typed(setting, value))).value_at(setting) == value
 
 
-def test_a_shell_hands_every_override_on_as_it_is_parsed():
+def test_a_shell_passes_every_override_unchanged():
     """The text of every fix of the table, split by a real shell."""
     fixes = [fix for id in RULES for each in example_violations(id) for fix in parse_fix(each.fix) if fix.overrides]
     lines = [str(fix).removesuffix(f" ({fix.note})").rpartition(" with ")[2] for fix in fixes]
@@ -59,13 +59,13 @@ def test_a_shell_hands_every_override_on_as_it_is_parsed():
 
 
 def left_after(*overrides, world_size=4):
-    """What is wrong, and what is left when the first alternative of the first fix is typed behind it."""
+    """Return the violations, and those left after typing the first alternative of the first fix."""
     example = Example(overrides, world_size)
     (found, *_) = violations_of(example)
     return found, violations_of(example, parse_fix(found.fix)[:1])
 
 
-def test_what_must_change_with_a_setting_is_in_its_fix():
+def test_a_fix_includes_dependent_settings():
     found, left = left_after("model.num_moe_experts=4", "model.moe_router_load_balancing_type=sinkhorn",
                              "model.moe_router_topk=1")  # fmt: skip
     assert found.rule == "K22" and left == []
@@ -75,7 +75,7 @@ def test_what_must_change_with_a_setting_is_in_its_fix():
     )
 
 
-def test_a_fix_knows_what_was_given_and_what_followed():
+def test_a_fix_distinguishes_given_and_derived_settings():
     """A length of the data's alone is mended alone; where the model's was given too, both are."""
     for given, settings in (("dataset", ["dataset"]), ("model", ["dataset", "model"])):
         found, left = left_after(f"{given}.seq_length=250")
@@ -89,7 +89,7 @@ def test_evaluation_is_not_switched_off_for_a_sign():
     assert parse_fix(found.fix)[0].overrides == ("validation.eval_iters=10",) and left == []
 
 
-def test_a_proposal_that_no_rule_accepts_is_not_shown():
+def test_a_rejected_proposal_is_not_printed():
     found, _ = left_after("model.pipeline_model_parallel_size=3", world_size=12)
     assert found.rule == "A15" and "model.pipeline_model_parallel_size=2" not in found.fix
 
@@ -109,6 +109,6 @@ def test_the_form_of_a_fix(text, fix):
     assert fix.can_be_tried == (not fix.by_hand)
 
 
-def test_a_value_of_the_users_own_is_not_tried():
+def test_values_that_the_user_must_choose_are_not_tried():
     (fix,) = parse_fix("dataset.data_path=PATH")
     assert not fix.can_be_tried and parse_fix("scheduler.lr_decay_style=WSD")[0].can_be_tried

@@ -1,4 +1,4 @@
-"""The rule table: every entry is broken by its example; nothing of the reference is lost; the page is current."""
+"""The rule table: its example breaks each entry, the reference is covered, and the page is current."""
 
 import dataclasses
 import re
@@ -90,12 +90,12 @@ def test_the_example_breaks_the_rule(rule):
         assert not violation.message.endswith(".") or rule.id in UPSTREAM_WORDING
 
 
-def test_the_length_of_a_list_of_transports_is_told_in_both_wordings():
+def test_the_length_of_a_list_of_transports_is_reported_in_both_wordings():
     (found,) = [v for v in example_violations("C3") if v.rule == "C3"]
     assert "Length of cp_comm_type (2) should equal to the total number of transformer layers (4)" in found.message
 
 
-def test_what_counts_as_a_layer_is_in_the_number_of_layers():
+def test_the_number_of_layers_includes_the_embedding():
     overrides = ["model.pipeline_model_parallel_size=2", "model.account_for_embedding_in_pipeline_split=true"]
     (found,) = [v for v in check(load_recipe(EXAMPLE_RECIPE, overrides), 8, environment="cpu") if v.rule == "A15"]
     assert found.message.startswith("num_layers=5 should be divisible by config.pipeline_model_parallel_size=2")
@@ -138,7 +138,7 @@ def test_no_constraint_of_the_reference_is_lost():
 
 
 @pytest.mark.parametrize("id", sorted({**RULES, **OTHER_CHECKS}, key=order))
-def test_every_id_of_a_message_is_explained(id):
+def test_every_rule_id_is_explained(id):
     text = explain(id.lower())
     assert text.startswith(f"{id} (")
     assert id in OTHERS or f" {id}: " in text.partition("example:")[2]
@@ -192,7 +192,7 @@ def test_no_check_crashes_on_sizes_that_make_no_sense(value):
                 )
 
 
-def test_mamba_layers_are_deterministic_where_its_kernels_are_told():
+def test_mamba_layers_need_variables_to_be_deterministic():
     hybrid = ("model.architecture=hybrid", "model.hybrid_layer_pattern=M*M*", "model.deterministic_mode=true")
     wanted = ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC")
 

@@ -1,4 +1,4 @@
-"""Rule A15 where the first or the last pipeline stage has a number of layers of its own: what can be built."""
+"""Rule A15 with another number of layers in the first or last pipeline stage: what can be built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def upstream_builds(values: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("virtual", [None, 2])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_it_is_what_megatron_core_can_build(stages: int, virtual: int | None) -> None:
+def test_accepted_stages_are_those_that_megatron_core_builds(stages: int, virtual: int | None) -> None:
     accepted = 0
     for layers, first, last in itertools.product((4, 5, 6, 8, 10), (None, 1, 2, 4), (None, 1, 2, 4)):
         values = {
@@ -71,14 +71,14 @@ def test_it_is_what_megatron_core_can_build(stages: int, virtual: int | None) ->
         ),
     ],
 )
-def test_what_is_refused_and_the_remedy(overrides: str, message: str, fix: str) -> None:
+def test_refused_stages_and_their_fixes(overrides: str, message: str, fix: str) -> None:
     def found(*more: str) -> list[str]:
         own = [f"model.{text}" for text in ("pipeline_model_parallel_size=2", *overrides.split())]
         violations = check(load_recipe(EXAMPLE_RECIPE, [*FLAT, *own, *more]), 4, environment="cpu")
         return [violation.message for violation in violations if violation.rule == "A15"]
 
-    (said,) = found()
-    assert message in said
+    (reported,) = found()
+    assert message in reported
     assert found(fix) == []
 
 

@@ -1,4 +1,4 @@
-"""Settings that nothing reads while another one is off: said, and only there."""
+"""Settings that have no effect while another one is off warn, only then."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PACKS = "model.sequence_packing_scheduler=dp_balanced"
 YARN = "model.position_embedding_type=yarn"
 EXPERTS = "model.num_moe_experts=4"
 
-# What is set, what goes with it in both cases, and what has it read.
-UNREAD = [
+# The setting, overrides of both cases, and the override that makes the setting effective.
+UNUSED = [
     ("model.rope_scaling_factor=32.0", "", "model.rope_scaling=true"),
     *[(f"model.{setting}", "model.position_embedding_type=none", "model.position_embedding_type=rope")
       for setting in ("rotary_base=500000.0", "rotary_percent=0.5", "rotary_interleaved=true", "rope_scaling=true",
@@ -114,8 +114,8 @@ def findings(*overrides: str, environment: str = "cpu") -> list:
     return [violation for violation in found if violation.rule == "K19"]
 
 
-@pytest.mark.parametrize(("setting", "base", "switch"), UNREAD)
-def test_what_nothing_reads_is_said(setting: str, base: str, switch: str) -> None:
+@pytest.mark.parametrize(("setting", "base", "switch"), UNUSED)
+def test_unused_settings_warn(setting: str, base: str, switch: str) -> None:
     (found,) = findings(base, setting)
     assert (found.field, found.severity) == (setting.partition("=")[0], "warning")
     first = parse_fix(found.fix)[0]
@@ -126,13 +126,13 @@ def test_what_nothing_reads_is_said(setting: str, base: str, switch: str) -> Non
     assert failures_of(Example((*FLAT, *base.split(), setting))) == []
 
 
-def test_what_others_decide_is_no_setting_given() -> None:
+def test_derived_settings_do_not_count_as_given() -> None:
     """A run's own config.yaml has every value in it."""
     latent = (LATENT, "model.num_query_groups=8", "model.kv_channels=16", "model.num_attention_heads=8")
     assert findings(*latent, "model.hidden_size=128") == []
 
 
-def test_a_setting_is_said_once() -> None:
+def test_a_setting_is_reported_once() -> None:
     found = findings("model.rope_scaling_factor=32.0", "model.position_embedding_type=none")
     assert [violation.fix for violation in found] == ["model.rope_scaling_factor=8.0"]
     (found,) = findings("model.rope_scaling_factor=32.0", LATENT, "model.num_query_groups=null")
@@ -157,7 +157,7 @@ def test_no_config_has_unread_settings(choice: str) -> None:
         assert [violation for violation in found if violation.rule == "K19"] == []
 
 
-def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> None:
+def test_sizes_of_experts_without_experts_are_ignored() -> None:
     """Their process groups are built for every model: the grid must fit, and nothing else reads its size."""
     config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "model.expert_tensor_parallel_size=2"])
     found = {each.rule: each for each in check(config, 1, environment="cpu")}
@@ -168,7 +168,7 @@ def test_experts_sizes_without_experts_are_left_out_where_they_do_not_fit() -> N
 
 
 @pytest.mark.parametrize("base", ["", LATENT], ids=["plain", "latent"])
-def test_no_rule_refuses_a_size_that_nothing_reads(base: str) -> None:
+def test_rules_ignore_unused_sizes(base: str) -> None:
     """But for the experts' tensor parallel size: its process groups are built for every model."""
     config = load_recipe(EXAMPLE_RECIPE, [*FLAT, *base.split()])
     unused_settings = {name for name, facts in settings().items() if not all(when.holds(config) for when in facts.when)}

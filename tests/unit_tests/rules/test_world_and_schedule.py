@@ -1,4 +1,4 @@
-"""Rules that speak where it matters and only there: padded vocabulary (A19), schedule (I9), dynamic groups (H23)."""
+"""Rules on padded vocabulary (A19), schedule (I9) and dynamic groups (H23) report only where they apply."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def found(overrides: list[str], rule: str, world_size: int) -> list[tuple[str, s
     ],
 )
 def test_a_vocabulary_that_tensor_parallelism_would_pad_otherwise(vocabulary: list[str], rows: str | None) -> None:
-    said = found([*TP3, *vocabulary], "A19", 3)
+    reported = found([*TP3, *vocabulary], "A19", 3)
     if rows is None:
-        assert not said
+        assert not reported
     else:
-        [(severity, message, fix)] = said
+        [(severity, message, fix)] = reported
         assert rows in message and "make_vocab_size_divisible_by=384 " in fix
         assert severity == ("warning" if "multiple" in rows else "error")
 
@@ -53,25 +53,25 @@ def test_a_vocabulary_that_tensor_parallelism_would_pad_otherwise(vocabulary: li
     ],
 )
 def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int | None) -> None:
-    said = found([*schedule, "train.train_iters=300"], "I9", 4)
+    reported = found([*schedule, "train.train_iters=300"], "I9", 4)
     if left is None:
-        assert not said
+        assert not reported
     else:
-        [(severity, message, fix)] = said
+        [(severity, message, fix)] = reported
         assert severity == "warning" and f"ends {left} iterations before" in message and "lr_decay_iters=300" in fix
 
 
-def test_dynamic_groups_that_stay_alone_are_said_and_the_fix_widens_them():
+def test_dynamic_groups_of_one_rank_warn_and_the_fix_widens_them():
     """As schedules really come out, of batches of the samples that the recipe would train on."""
     alone = ["model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
              "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",
              "dataset.seq_length=4096"]  # fmt: skip
-    (said,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
-    assert said.rule == "H23" and said.severity == "warning" and "no gain over static packing" in said.message
+    (warning,) = check(load_recipe("llama_tiny_pretrain_config", alone), 4, environment="cpu")
+    assert warning.rule == "H23" and warning.severity == "warning" and "no gain over static packing" in warning.message
     sizes = []
-    for more in ((), parse_fix(said.fix)[0].overrides):
+    for more in ((), parse_fix(warning.fix)[0].overrides):
         config = load_recipe("llama_tiny_pretrain_config", [*alone, *more])
-        assert check(config, 4, environment="cpu") == ([] if more else [said])
+        assert check(config, 4, environment="cpu") == ([] if more else [warning])
         limit = config.model.max_seqlen_per_dp_cp_rank
         batches = [sample_lengths("documents", 64, 4096, seed) for seed in range(5)]
         sizes.append([set(cp_sizes(schedule(lengths, 4, limit, cost=PRESETS["h100_8b"]))) for lengths in batches])

@@ -29,7 +29,7 @@ TINY = [
     "logger.progress=plain",
     "logger.tensorboard=false",
 ]
-# What parses and checks a recipe is imported, and its grammar learnt, here once: it was half of a rank's own time.
+# Import the parser and the rules of recipes, and build the grammar, once here: they took half of a rank's time.
 check(load_recipe(TINY[2], TINY[3:]), 2)
 
 

@@ -29,21 +29,21 @@ def notebook(folder: str) -> tuple[list[str], list[int], str]:
     )
     assert len(code) == 1
     code = code[0].replace("overrides = [", f"overrides = [*{SMALL!r}, ")
-    said: list[str] = []
-    names: dict = {"print": lambda *words: said.append(" ".join(map(str, words)))}
+    reported: list[str] = []
+    names: dict = {"print": lambda *words: reported.append(" ".join(map(str, words)))}
     exec(code, names)
     result = names["result"]
     exec(code.replace("checkpoint.save=runs/notebook", "checkpoint.save=runs/second"), names)
     exec(code.replace("context_parallel_size=1", "context_parallel_size=4"), names)
-    return said, [result.exit_code, result.iteration, len(result.metrics())], str(result.folder)
+    return reported, [result.exit_code, result.iteration, len(result.metrics())], str(result.folder)
 
 
-def test_the_pages_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    ((said, numbers, folder),) = run_ranks(notebook, 1, str(tmp_path))
-    assert re.fullmatch(r"[\d.]+ -> [\d.]+ runs/notebook 5", said[0]), said
-    assert said[1] == said[0].replace("notebook", "second"), "two runs in a process are the same"
-    assert "rule='" in said[2] and len(said) == 3, said
+    ((reported, numbers, folder),) = run_ranks(notebook, 1, str(tmp_path))
+    assert re.fullmatch(r"[\d.]+ -> [\d.]+ runs/notebook 5", reported[0]), reported
+    assert reported[1] == reported[0].replace("notebook", "second"), "two runs in a process are the same"
+    assert "rule='" in reported[2] and len(reported) == 3, reported
     assert numbers == [0, 5, 5] and folder == "runs/notebook"
 
 
@@ -57,7 +57,7 @@ def test_help_shows_the_names() -> None:
         megatron_cp.trian  # noqa: B018  # codespell:ignore trian
 
 
-def test_nothing_heavy_is_imported_for_looking() -> None:
+def test_reading_recipes_imports_no_heavy_package() -> None:
     code = (
         "import sys\nfrom megatron_cp import check, load_recipe, train\n"
         "check(load_recipe('llama_tiny_pretrain_config'), 4)\nassert not {'torch', 'megatron'} & sys.modules.keys()"

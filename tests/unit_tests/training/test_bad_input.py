@@ -1,4 +1,4 @@
-"""What a person gets wrong: one clear message and the documented exit code, never a traceback."""
+"""User errors: one clear message and the documented exit code, never a traceback."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith("stderr"))
 
 
-def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path) -> None:
+def test_a_valid_run_exits_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path) -> None:
     code, text = cli()
     assert code == 0 and "CONTEXT_PARALLEL_GROUP [[0,1]]" in text and "saved checkpoint" in text, text
     assert {"run/config.yaml", "run/metrics.jsonl", "run/latest_checkpointed_iteration.txt"} <= set(files(tmp_path))
@@ -34,7 +34,7 @@ def test_a_good_run_ends_with_zero_and_can_be_repeated(cli: Any, tmp_path: Path)
 @pytest.mark.parametrize("written", [".config.yaml.partial", "metrics.jsonl"])
 def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, tmp_path: Path, written: str) -> None:
     def write_into_what_is_full() -> None:
-        sinks.keep_lines_until = lambda *args: None  # would read /dev/full to its end
+        sinks.keep_lines_until = lambda *args: None  # reading /dev/full would never end
 
     run = tmp_path / "run"
     run.mkdir()
@@ -73,7 +73,7 @@ def test_a_full_disk_names_the_run_folder_and_keeps_the_configuration(cli: Any, 
         (["model.cp_comm_type=a2a+p2p"], "hierarchical_context_parallel_sizes"),
     ],
 )
-def test_configuration_errors_end_with_two_before_anything_is_written(
+def test_configuration_errors_exit_with_two_before_any_file_is_written(
     cli: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     code, text = cli(*arguments)
@@ -101,17 +101,17 @@ def test_a_run_that_python_starts_is_checked_before_it_has_groups(overrides: dic
     assert not dist.is_initialized()
 
 
-def test_another_models_checkpoint_ends_with_two(cli: Any, tmp_path: Path) -> None:
+def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> None:
     assert cli()[0] == 0
     before = files(tmp_path)
     code, text = cli("model.hidden_size=64", "train.train_iters=2")
     assert code == 2 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
-    assert "_PARALLEL_GROUP" not in text, "told before any group is made"
+    assert "_PARALLEL_GROUP" not in text, "reported before any group is made"
     assert files(tmp_path) == before
 
 
 def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
-    """megatron-core loads the rows that both have: it knows no other reason for another number than padding."""
+    """megatron-core loads the rows that both have: it takes any difference for padding."""
     assert cli()[0] == 0
     for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
         code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
@@ -144,18 +144,18 @@ def test_the_weights_of_rotary_positions_may_begin_a_model_with_yarn(cli: Any, t
     assert code == 2 and "model.yarn_beta_fast is 16.0 here and 32.0 in the checkpoint" in text, text
 
 
-def test_a_checkpoint_that_is_gone_ends_with_two(cli: Any, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> None:
     assert cli()[0] == 0
     (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")
     code, text = cli()
     assert code == 2 and "there is no iter_0000001. Fix: checkpoint.load=null" in text, (code, text)
 
 
-def test_another_schedule_ends_with_two_and_names_both_ways_on(cli: Any) -> None:
+def test_another_schedule_exits_with_two_and_names_both_fixes(cli: Any) -> None:
     assert cli()[0] == 0
     code, text = cli("train.train_iters=5")
     assert code == 2 and text.count("trained with a different learning-rate schedule") == 1, (code, text)
-    assert "_PARALLEL_GROUP" not in text, "told before any group is made"
+    assert "_PARALLEL_GROUP" not in text, "reported before any group is made"
     assert "train.train_iters is 5 here and 1 in the checkpoint" in text
     assert cli("train.train_iters=5", "scheduler.override_opt_param_scheduler=true")[0] == 0
     code, text = cli(
@@ -165,8 +165,8 @@ def test_another_schedule_ends_with_two_and_names_both_ways_on(cli: Any) -> None
     assert "dataset.random_seed is 9 here and" in text
 
 
-def test_what_a_short_run_recorded_can_be_trained_on(cli: Any, tmp_path: Path) -> None:
-    """The recipe's warmup is longer than the run; what is recorded is the one that was used."""
+def test_the_recipe_of_a_short_run_can_be_trained_further(cli: Any, tmp_path: Path) -> None:
+    """The recipe's warmup is longer than the run; the recorded warmup is the one used."""
     assert cli("scheduler.lr_warmup_iters=10")[0] == 0
     longer = load_recipe(tmp_path / "run" / "config.yaml", ["train.train_iters=3"])
     assert [v for v in check(longer, 2, environment="cpu") if v.severity == "error"] == []
@@ -185,7 +185,7 @@ def test_training_for_longer_needs_only_a_schedule_of_its_own_length(cli: Any) -
     assert code == 0 and "resumed from iteration 1" in text, text
 
 
-def test_pretrained_weights_are_begun_with_once(cli: Any, tmp_path: Path) -> None:
+def test_pretrained_weights_are_loaded_once(cli: Any, tmp_path: Path) -> None:
     def losses(name: str) -> list[float]:
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return [line["lm_loss"] for line in map(json.loads, lines) if "lm_loss" in line]
@@ -204,8 +204,8 @@ def test_pretrained_weights_are_begun_with_once(cli: Any, tmp_path: Path) -> Non
     assert code == 0 and f"resumed from iteration 2 of {tmp_path}/tuned" in text, "ckpt_step is the pretrained one's"
 
 
-def test_a_run_that_begins_elsewhere_goes_on_from_its_own(cli: Any, tmp_path: Path) -> None:
-    """The same command again goes on; the folder it began with is only where it began."""
+def test_a_run_with_another_start_resumes_from_its_own_checkpoint(cli: Any, tmp_path: Path) -> None:
+    """The same command resumes the run's own folder; the first checkpoint is only the start."""
     schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
     assert cli(*schedule, "train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
     again = [*schedule, "train.exit_interval=1", "train.train_iters=4", "checkpoint.ckpt_step=1"]
@@ -215,14 +215,14 @@ def test_a_run_that_begins_elsewhere_goes_on_from_its_own(cli: Any, tmp_path: Pa
         assert code == 0 and f"resumed from iteration {begun}" in text, text
 
 
-def test_what_a_run_recorded_may_be_trained_into_another_folder(cli: Any, tmp_path: Path) -> None:
+def test_a_recorded_recipe_may_be_trained_into_another_folder(cli: Any, tmp_path: Path) -> None:
     assert cli()[0] == 0
     code, text = cli(f"checkpoint.save={tmp_path}/other", recipe=str(tmp_path / "run" / "config.yaml"))
     assert code == 0 and "resumed" not in text and "nothing to do" not in text, text
     assert files(tmp_path / "other") and "iter_0000001" in " ".join(files(tmp_path / "other"))
 
 
-def test_parameters_that_are_no_numbers_are_not_saved(cli: Any, tmp_path: Path) -> None:
+def test_nonfinite_parameters_are_not_saved(cli: Any, tmp_path: Path) -> None:
     def damaging() -> None:
         step = loop.train_step
 
@@ -240,7 +240,7 @@ def test_parameters_that_are_no_numbers_are_not_saved(cli: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "schedules.jsonl", "config.yaml", "verified_layouts.json"])
-def test_a_pipe_in_the_run_folder_is_not_waited_for(cli: Any, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_run_folder_does_not_block(cli: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / name)
     code, text = cli()

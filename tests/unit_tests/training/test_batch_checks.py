@@ -1,4 +1,4 @@
-"""Batches that are not what the layout says end the run on every rank, with one message and no hang."""
+"""Batches that do not match the layout end the run on every rank, with one message and no hang."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ FAULTS: dict[Callable[[], None], str] = {
     weighed_tokens: "rank 1: the loss mask has values other than 0 and 1",
     no_more_data: "rank 1: the data ends after 0 samples",
 }
-# What a data worker itself finds; all others are found in the process that trains, whoever reads.
+# Errors that a data worker finds itself; the training process finds all others.
 OF_WORKERS = (unreadable_sample, no_more_data)
 
 
@@ -101,7 +101,7 @@ def dying_worker() -> None:
     change_samples(die)
 
 
-def test_a_data_worker_that_dies_is_told_of_by_all(cli: Any) -> None:
+def test_a_dead_data_worker_is_reported_by_all_ranks(cli: Any) -> None:
     code, text = cli("dataset.num_workers=1", before=lambda: on_rank_one(dying_worker))
     assert code == 1 and "rank 1: DataLoader worker (pid" in text, text
 

@@ -1,4 +1,4 @@
-"""A run that is closed leaves nothing behind in its process: neither its model nor its process groups' threads."""
+"""A closed run leaves neither its model nor threads of its process groups in the process."""
 
 import gc
 import os
@@ -84,10 +84,10 @@ SLOW = ("mpu a2a+p2p",)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
-def test_nothing_stays(layout: str) -> None:
+def test_close_releases_everything(layout: str) -> None:
     check(run_ranks(three_runs, 4, train, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("layout", PACKED_LAYOUTS)
-def test_nothing_stays_of_groups_for_packs(layout: str, tmp_path: Path) -> None:
+def test_close_releases_groups_for_packs(layout: str, tmp_path: Path) -> None:
     check(run_ranks(three_runs, 4, train_packs, lengths_file(tmp_path), PACKED_LAYOUTS[layout]))

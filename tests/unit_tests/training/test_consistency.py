@@ -1,4 +1,7 @@
-"""Fingerprints: equal runs agree, a difference is named. Ranks that were not started alike end at once, all alike."""
+"""Fingerprints: those of equal runs are equal, and a difference is named.
+
+Ranks that were started differently all end at once, with the same message.
+"""
 
 import copy
 import dataclasses
@@ -38,14 +41,14 @@ def test_a_difference_names_ranks_and_fields() -> None:
     assert found["env_vars.NCCL_ALGO"] == "differs between ranks: not set on ranks 0-2, 4-5; 'Tree' on rank 3"
 
 
-def test_other_code_is_found_out(monkeypatch: Any) -> None:
+def test_other_code_is_detected(monkeypatch: Any) -> None:
     config, environment = load_recipe("llama_tiny_pretrain_config"), Environment()
     first = fingerprint(dataclasses.asdict(config), environment)
     monkeypatch.setattr("megatron_cp.training.consistency._code_digest", lambda: "0123")
     assert [v.field for v in differences([first, fingerprint(dataclasses.asdict(config), environment)])] == ["code"]
 
 
-def test_what_describes_a_node_may_differ() -> None:
+def test_descriptions_of_nodes_may_differ() -> None:
     config = load_recipe("llama_tiny_pretrain_config")
     nodes = [Environment(variables={"NCCL_SOCKET_IFNAME": name}) for name in ("eth0", "eth1")]
     assert differences([fingerprint(dataclasses.asdict(config), node) for node in nodes]) == []

@@ -1,4 +1,4 @@
-"""The norm that is read with the losses, and the step with it: what megatron-core's own ``optimizer.step()`` does."""
+"""The gradient norm that is read with the losses, and its step, equal megatron-core's ``optimizer.step()``."""
 
 import math
 import os
@@ -35,7 +35,7 @@ Trained = tuple[list[tuple[float, float]], list[torch.Tensor]]
 
 
 def as_upstream() -> None:
-    """megatron-core's own step in place of ours; the norm is what it says."""
+    """Run megatron-core's own step in place of ours; return its norm."""
 
     def apply(optimizer: Any, norm: float) -> bool:
         success, norms[0], _ = optimizer.step()
@@ -59,7 +59,7 @@ def trained(overrides: dict[str, Any], upstream: bool) -> Trained:
     return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
 
 
-# Of two features that others have, each in other company.
+# Combinations of features that other cases cover separately.
 SLOW = ("spread experts", "bf16, plain", "not clipped")
 
 
@@ -102,7 +102,7 @@ def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
     ],
 )
 def test_a_norm_whose_square_overflows_is_exact(name: str) -> None:
-    """Squares of 1e20 overflow float32. Clipped, these gradients are those of a run without the factor."""
+    """Squares of 1e20 overflow float32. After clipping, these gradients equal those of a run without the factor."""
     ranks, overrides = CASES[name]
     usual, large = (run_ranks(with_large_gradients, ranks, overrides, factor) for factor in (1.0, 2.0**80))
     for (results, parameters), (expected, same) in zip(large, usual, strict=True):
@@ -140,7 +140,7 @@ def large(run: Run) -> None:
 
 @pytest.mark.parametrize("overrides", [{}, PLAIN], ids=["distributed optimizer", "plain"])
 def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) -> None:
-    """Nothing clips them, and a second moment of infinity would freeze a parameter for ever."""
+    """They are not clipped, and an infinite second moment would freeze a parameter for ever."""
     unclipped = overrides | {"optimizer__clip_grad": 0.0}
     for text in run_ranks(faults, 2, unclipped, large):
         assert "but the gradient norm is " in text and "e+24: the squared norm overflows" in text, text
@@ -151,7 +151,7 @@ def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) ->
 
 
 def in_a_copy(run: Run) -> None:
-    """Of what the first rank's norm counts."""
+    """Return gradients that count in the first rank's norm."""
     changed_gradient(run, 1, "decoder.layers.2.input_layernorm.weight", math.inf)
 
 
@@ -171,7 +171,7 @@ def after_the_reduction(run: Run) -> None:
     ("overrides", "damage"), [(TP2, in_a_copy), (PLAIN, after_the_reduction), ({}, after_the_reduction)],
     ids=["copy", "replica", "share"],
 )  # fmt: skip
-def test_a_fault_of_one_ranks_own_ends_all(overrides: dict[str, Any], damage: Any) -> None:
+def test_a_fault_of_one_rank_ends_all(overrides: dict[str, Any], damage: Any) -> None:
     texts = run_ranks(faults, 2, overrides, damage)
     assert all("but gradients are not finite" in text for text in texts), texts
 

@@ -1,4 +1,4 @@
-"""Limits of memory, files, processes and shared memory that a rank really reaches: each is named, on every rank."""
+"""Limits of memory, files, processes and shared memory that a rank reaches: named on every rank."""
 
 import io
 import mmap
@@ -62,7 +62,7 @@ def a_group() -> None:
     torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
 
 
-def as_somebody(start: Callable[[], Any]) -> None:
+def as_another_user(start: Callable[[], Any]) -> None:
     """With a limit of one process; the superuser has no such limit."""
     os.setresuid(65534, 65534, 0)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
@@ -73,11 +73,11 @@ def as_somebody(start: Callable[[], Any]) -> None:
 
 
 def a_thread() -> None:
-    as_somebody(lambda: threading.Thread(target=print).start())
+    as_another_user(lambda: threading.Thread(target=print).start())
 
 
 def a_process() -> None:
-    as_somebody(os.fork)
+    as_another_user(os.fork)
 
 
 def named(reach: Callable[[], None]) -> str | None:
@@ -98,10 +98,10 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("reach", "said"), LIMITS)
-def test_a_limit_is_named_with_its_value(reach: Callable[[], None], said: str) -> None:
+@pytest.mark.parametrize(("reach", "reported"), LIMITS)
+def test_a_limit_is_named_with_its_value(reach: Callable[[], None], reported: str) -> None:
     (text,) = run_ranks(named, 1, reach)
-    assert text is not None and text.startswith(said) and f"Fix: {said[:9]} " in text, text
+    assert text is not None and text.startswith(reported) and f"Fix: {reported[:9]} " in text, text
 
 
 def test_other_errors_are_about_no_limit() -> None:
@@ -117,12 +117,12 @@ def test_a_rank_that_reaches_a_limit_names_it_to_all(cli: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reach", "said"), LIMITS[1:])
-def test_every_limit_is_named_to_all(cli: Any, reach: Callable[[], None], said: str) -> None:
+@pytest.mark.parametrize(("reach", "reported"), LIMITS[1:])
+def test_every_limit_is_named_to_all(cli: Any, reach: Callable[[], None], reported: str) -> None:
     code, text = cli("train.train_iters=5", before=at_iteration(2, 1, reach))
     assert code == 1, text
-    assert f"megatron-cp: rank 1, other of iteration 2: {said}" in text, text
-    assert f"because rank 1 had failed: {said}" in text, text
+    assert f"megatron-cp: rank 1, other of iteration 2: {reported}" in text, text
+    assert f"because rank 1 had failed: {reported}" in text, text
 
 
 def write_a_long_line(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Whole runs from the command line: what they write, how they evaluate, stop and go on."""
+"""Whole runs from the command line: output, evaluation, stopping and resuming."""
 
 import json
 import os
@@ -88,20 +88,20 @@ def test_phases_add_up_to_the_steps_time(cli: Any, tmp_path: Path) -> None:
     pytest.fail(f"of the steps' time the phases have {shares}")
 
 
-def test_the_staged_backend_says_that_it_is_slow(cli: Any) -> None:
+def test_the_staged_backend_warns_that_it_is_slow(cli: Any) -> None:
     code, text = cli("dist.distributed_backend=staged", "train.train_iters=2")
     assert code == 0 and text.count("GPU tensors travel through host memory and gloo, slowly") == 1, text
 
 
-def test_a_resumed_run_is_the_undisturbed_run(cli: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(cli: Any, tmp_path: Path) -> None:
     more = ["train.train_iters=6", "model.hidden_dropout=0.1"]
     assert cli(*more)[0] == 0
-    undisturbed = [line["lm_loss"] for line in metrics(tmp_path)]
+    uninterrupted = [line["lm_loss"] for line in metrics(tmp_path)]
     (tmp_path / "run").rename(tmp_path / "first")
     assert cli(*more, "train.exit_interval=4")[0] == 0
     code, text = cli(*more)
     assert code == 0 and "resumed from iteration 4" in text
-    assert [line["lm_loss"] for line in metrics(tmp_path)] == undisturbed
+    assert [line["lm_loss"] for line in metrics(tmp_path)] == uninterrupted
 
 
 def record_samples(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""A whole run with a secret in its environment leaves the secret nowhere."""
+"""A run with a secret in its environment writes and prints the secret nowhere."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How runs end before their time: signals, ranks that die, freeze or fail, and who says so."""
+"""Early ends of runs: signals, ranks that die, freeze or fail, and the rank that reports it."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def at_iteration(number: int, rank: int, action: Any) -> Any:
 
 
 def losing_a_rank(folder: str, arguments: list[str], before: Any) -> None:
-    """A run that loses a rank; what the others say and their exit codes go to files."""
+    """Run and lose a rank; messages and exit codes of the others go to files."""
     code, _ = run_cli(folder, arguments, before)
     lost = float(Path(folder, "lost").read_text())
     Path(folder, f"code{os.environ['RANK']}").write_text(f"{code} {time.time() - lost:.1f}")
@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout
     def die() -> None:
         (tmp_path / "lost").write_text(str(time.time()))
         others = [str(rank.pid) for rank in psutil.Process(os.getppid()).children() if rank.pid != os.getpid()]
-        # Launchers end the ranks that are left, which must still say what they lost.
+        # Launchers end the remaining ranks, which must still report the lost rank.
         like_a_launcher = ["sh", "-c", f"sleep 0.5; kill -TERM {' '.join(others)}"]
         subprocess.Popen(like_a_launcher, start_new_session=True, stderr=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -176,9 +176,7 @@ class LikeNccl:
 
 
 @pytest.mark.parametrize("on_all_ranks", [False, True], ids=["alone", "with all"])
-def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(
-    cli: Any, tmp_path: Path, on_all_ranks: bool
-) -> None:
+def test_a_failed_rank_does_not_wait_for_the_others(cli: Any, tmp_path: Path, on_all_ranks: bool) -> None:
     fail = fail_with(RuntimeFault("it broke", on_all_ranks=on_all_ranks))
 
     def before() -> None:
@@ -241,7 +239,7 @@ def test_a_second_interrupt_stops_at_once(cli: Any, tmp_path: Path) -> None:
 
 
 @slow
-def test_a_signal_twice_within_a_key_press_is_one(cli: Any, tmp_path: Path) -> None:
+def test_a_repeated_signal_of_one_key_press_counts_once(cli: Any, tmp_path: Path) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -282,7 +280,7 @@ def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path, nam
 
 @pytest.mark.parametrize("last", [50, 2], ids=["on the way", "at the end"])
 def test_a_signal_during_an_evaluation(cli: Any, tmp_path: Path, last: int) -> None:
-    """It ends after the batch that it came in, and what was trained has been saved before."""
+    """The evaluation ends after the current batch; the trained state has been saved before."""
 
     def ask_in_the_second_batch() -> None:
         from megatron_cp.training import step

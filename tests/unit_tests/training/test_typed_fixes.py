@@ -1,4 +1,4 @@
-"""What a refused checkpoint's message proposes is typed behind the configuration, and the run begins."""
+"""The fix of a refused checkpoint, typed after the configuration, lets the run start."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.training_runs import save_checkpoint, start, tiny_config
 SAVED: dict[str, dict[str, Any]] = {"run": {}, "no optimizer": {"checkpoint__save_optim": False}}
 SAVED["plain"] = {"optimizer__use_distributed_optimizer": False}
 VOCABULARY = {"model__vocab_size": 255}
-# The saved run, what is asked for now, and how many alternatives the message has.
+# Settings of the saved run, settings now, and the number of alternatives in the message.
 REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "layers": ("run", {"model__num_layers": 2}, 1),
     "several weights": ("run", {"model__hidden_size": 32, "model__window_size": [3, 0]}, 1),

@@ -87,8 +87,8 @@ def keys(variants: list[list[str]]) -> list[str]:
     return [run._key(comparable([config], 4, 2)[0]) for config in configs]
 
 
-def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that do not change what is verified do not verify again; layouts, code, versions and variables do."""
+def test_verified_layouts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings without influence on the verified run do not verify again; layouts, code, versions and variables do."""
     same = [[], ["train.train_iters=9", "optimizer.lr=1e-2", "checkpoint.save=elsewhere", "logger.log_interval=7"]]
     other = [["model.cp_comm_type=a2a"], ["ddp.overlap_grad_reduce=true"], ["model.num_attention_heads=16"]]
     (found,) = run_ranks(keys, 1, [*same, *other])
@@ -105,7 +105,7 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"key": 3}', '{"key": {}}'])
-def test_a_file_that_cannot_be_read_remembers_nothing(tmp_path: Path, content: str | None) -> None:
+def test_an_unreadable_record_counts_as_empty(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / run.FILE
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""Faults planted one by one, in the layout alone: each is caught, with a verdict that says where to look."""
+"""Faults planted one by one, in the layout alone: each is detected, and the verdict names its place."""
 
 import functools
 import re
@@ -40,7 +40,7 @@ FAR, NEAR = 10.0, 0.3
 
 class Seen(NamedTuple):
     equal: bool
-    said: str
+    reported: str
     excess: float  # the largest difference, by its tolerance; infinite where there is none
     right: float  # the same of the same layout without the fault
 
@@ -101,8 +101,8 @@ def check(name: str, found: list[dict[str, Seen]]) -> None:
     for seen in (theirs[name] for theirs in found):
         assert seen.right < NEAR
         assert seen.equal == (not says), seen
-        assert re.search(says or "^$", seen.said), seen
-        assert says == BACKWARD or not re.search(BACKWARD, seen.said), "the forward pass is to blame"
+        assert re.search(says or "^$", seen.reported), seen
+        assert says == BACKWARD or not re.search(BACKWARD, seen.reported), "the forward pass is to blame"
         assert not says or seen.excess > FAR, seen
 
 

@@ -1,4 +1,4 @@
-"""Layouts that once went wrong, or whose parts are the hardest to put together again."""
+"""Layouts that once failed, or whose gradients are the hardest to combine."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
 
 
 def slow(overrides: dict[str, Any]) -> Any:
-    """Made of what the others have in other company."""
+    """Combinations of features that the others cover in other combinations."""
     return pytest.param(overrides, marks=pytest.mark.slow)
 
 
@@ -66,5 +66,5 @@ def slow(overrides: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_equal_to_one_rank(overrides: dict[str, Any]) -> None:
-    for equal, said, _ in run_ranks(compare, 4, overrides):
-        assert equal, said
+    for equal, reported, _ in run_ranks(compare, 4, overrides):
+        assert equal, reported

@@ -1,4 +1,4 @@
-"""The reduced configurations: small, valid, and still the layout that was asked about."""
+"""Reduced configurations: small, valid, and with the layout to verify."""
 
 import time
 
@@ -57,7 +57,7 @@ def test_every_recipe_reduces_to_a_valid_small_layout(name):
     assert small.dataset.seq_length <= (least if m.sequence_packing_scheduler is None else PACKED_TOKENS)
 
 
-def test_what_a_layer_each_says_keeps_all_layers():
+def test_per_layer_settings_keep_all_layers():
     kinds = ["p2p", "a2a", "all_gather", "p2p"]
     overrides = [f"model.cp_comm_type=[{','.join(kinds)}]", "model.hierarchical_context_parallel_sizes=null"]
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", overrides)], 4, 3)
@@ -68,7 +68,7 @@ def test_what_a_layer_each_says_keeps_all_layers():
     ("experts", "stages", "kept"),
     [([0, 0, 0, 1, 1, 1], 1, [0, 1]), ([0, 0, 0, 1, 1, 1], 2, [0, 0, 0, 1, 1, 1]), ([0, 1, 0, 1], 1, [0, 1, 0, 1])],
 )
-def test_a_layer_of_either_kind_stands_for_all_where_experts_follow_the_first(experts, stages, kept):
+def test_one_layer_of_each_kind_is_kept_if_experts_follow_dense_layers(experts, stages, kept):
     settings = [f"model.num_layers={len(experts)}", f"model.moe_layer_freq={experts}", "model.num_moe_experts=4"]
     settings += [f"model.pipeline_model_parallel_size={stages}"]
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", settings)], 8, 3)
@@ -177,7 +177,7 @@ def test_thresholds_shrink_with_the_model(micro, layout, packs):
     assert whole.model.cross_entropy_chunk_size == 4096 and whole.model.window_size == [512, 0]
 
 
-def test_what_is_added_to_the_loss_counts():
+def test_auxiliary_losses_are_compared():
     small_weights = ["model.moe_aux_loss_coeff=0.001", "model.moe_z_loss_coeff=0.001", "model.mtp_num_layers=1"]
     small_weights += ["model.mtp_loss_scaling_factor=0.01", "model.num_moe_experts=4", "optimizer.lr=1e-5"]
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", [*small_weights, "optimizer.min_lr=1e-6"])], 4, 3)
@@ -219,14 +219,14 @@ def test_reducing_the_largest_recipe_is_quick():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_trains_is_not_refused(overrides, environment, full):
+def test_valid_layouts_are_not_refused(overrides, environment, full):
     config = load_recipe("llama_tiny_pretrain_config", [*ONE_LEVEL, *overrides])
     assert not errors(config, 4, environment)
     (reduced,) = comparable([config], 4, 3, full=full)
     assert not errors(reduced, 4, environment) and not errors(on_single_rank(reduced), 1, environment)
 
 
-def test_what_float32_can_have_stays():
+def test_features_that_work_in_float32_are_kept():
     kernel = ["model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=te"]
     modules = ["model.recompute_granularity=selective", "model.recompute_modules=[mlp,layernorm]"]
     (small,) = comparable([load_recipe("llama_tiny_pretrain_config", [*ONE_LEVEL, *kernel, *modules])], 4, 3)
@@ -249,7 +249,7 @@ def test_mock_lengths_that_have_no_room_are_the_usual_ones():
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
-def test_latent_attention_is_reduced_to_what_tensor_parallelism_divides(tp):
+def test_latent_attention_is_reduced_to_divisible_sizes(tp):
     heads = ["model.num_attention_heads=24", "model.kv_lora_rank=32", "model.q_lora_rank=48", "model.vocab_size=768"]
     config = load_recipe(
         "llama_tiny_pretrain_config",
@@ -282,7 +282,7 @@ def test_a_hybrid_keeps_the_first_few_layers_that_have_all_its_kinds(overrides, 
     assert small.model.hybrid_layer_pattern == expected and not errors(small, 14, "cpu")
 
 
-# Beside what random layouts draw: what only some precision, device, size or kind of data allows.
+# In addition to random layouts: settings that need a certain precision, device, size or kind of data.
 PIECES = [
     {"mixed_precision__fp32": False, "mixed_precision__bf16": True},
     {"mixed_precision__fp32": False, "mixed_precision__fp16": True, "ddp__check_for_nan_in_grad": False},
@@ -335,14 +335,14 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, suppress_hea
 
 @DRAWN
 @settings(SETTINGS, max_examples=40)
-def test_whatever_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
+def test_accepted_layouts_are_accepted_reduced(drawn, pieces, environment, full):
     accepted_reduced(drawn, pieces, environment, full)
 
 
 @pytest.mark.slow
 @DRAWN
 @settings(SETTINGS, max_examples=200)
-def test_two_hundred_of_what_the_rules_accept_they_accept_reduced(drawn, pieces, environment, full):
+def test_two_hundred_accepted_layouts_are_accepted_reduced(drawn, pieces, environment, full):
     accepted_reduced(drawn, pieces, environment, full)
 
 

@@ -8,7 +8,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.rules.base import Context, Finding, broken, rule
 from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
-from megatron_cp.rules.memory import NEARLY_FULL, estimated, shown
+from megatron_cp.rules.memory import NEARLY_FULL, estimated, format_peak
 from megatron_cp.rules.proposals import Severity, typed
 from megatron_cp.rules.remedies import parse_fix
 
@@ -37,7 +37,7 @@ def memory_fits(c: Context) -> Iterator[Finding]:
     note = "or 'megatron-cp plan' finds layouts that fit" if too_large else "silences this warning"
     skip = f"{NAME.train.check_memory}=false ({note})"
     severity: Severity = "error" if too_large else "warning"
-    yield Finding(NAME.train.check_memory, shown(peak, memory), *_savings(c, memory), skip, severity=severity)
+    yield Finding(NAME.train.check_memory, format_peak(peak, memory), *_savings(c, memory), skip, severity=severity)
 
 
 def _savings(c: Context, memory: float) -> Iterator[str]:

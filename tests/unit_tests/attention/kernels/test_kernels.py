@@ -1,4 +1,4 @@
-"""One tile's forward and backward against the written-out attention, and the guards around PyTorch's kernels."""
+"""Forward and backward of one tile against naive attention, and checks around PyTorch's kernels."""
 
 import contextlib
 from collections import Counter
@@ -86,7 +86,7 @@ def test_a_strided_head_dim_is_made_contiguous_before_the_kernel_misreads_it(mon
     check(run("cpu", monkeypatch, strided, dout, Mask(), TileSize()), expected(inputs, dout, Mask()), 1e-13)
 
 
-def test_long_rows_of_matmuls_are_taken_in_pieces(monkeypatch):
+def test_long_rows_of_matmuls_are_split(monkeypatch):
     monkeypatch.setattr(Matmul, "ROWS", 16)
     inputs, dout = draw()
     for mask in (Mask(), Mask(None, 0), Mask(20, 3)):
@@ -118,7 +118,7 @@ def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype
     assert CpuFlash().forward_tiles(dtype).half_from is None
 
 
-def test_one_tile_in_half_precision_is_handed_on_as_the_kernel_made_it():
+def test_one_tile_in_half_precision_keeps_the_kernels_output():
     """Without a copy in float32: five passes over memory more, a seventh of the time that a GPU needs for 4K tokens."""
     query = torch.randn(8, 1, 2, 4).bfloat16()
     out, lse = torch.randn(1, 8, 2, 4).bfloat16().transpose(1, 2), torch.randn(1, 2, 8)
@@ -129,7 +129,7 @@ def test_one_tile_in_half_precision_is_handed_on_as_the_kernel_made_it():
     part = Gradient(query)
     part.add(slice(2, 6), out[:, :, 2:6])
     assert part._sum.dtype == torch.bfloat16 and torch.equal(part.finish()[2:6], out[:, :, 2:6].permute(2, 0, 1, 3))
-    # What is added to it is added in float32, and what the kernel made stays as it is.
+    # Sums are in float32, and the kernel's own output does not change.
     before = out.clone()
     result.add(slice(4, 8), out[:, :, 4:], lse[:, :, 4:])
     gradient.add(slice(4, 8), out[:, :, 4:])
@@ -172,7 +172,7 @@ LAYOUTS = [*(Layout.dense(48, n) for n in (1, 2, 3, 4)), Layout.packed([0, 8, 40
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flash_attention_sees_what_a_tile_allows(layout):
+def test_flash_attention_masks_what_a_tile_masks(layout):
     size = CudaFlash().forward_tiles(torch.bfloat16)
     for left in (None, 0, 1, 5, 7, 11, 16, 22, 23, 40):
         for right in (None, 0, 1, 4, 9, 17):
@@ -250,7 +250,7 @@ def by_cudnn_on_cuda(
     """The worst difference, over the largest value, how many tiles cuDNN and FlashAttention computed both ways, and
     whether cuDNN is the faster one here.
 
-    With ``below_zero`` the scores of the first rows are so, by far: rows that fill up a block would be noticed.
+    With ``below_zero`` the scores of the first rows are far below zero: rows that fill up a block would change results.
     """
     drawn = inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
     if below_zero:
@@ -289,7 +289,7 @@ LATENT = {"qk_dim": 192, "v_dim": 128, "heads": 2, "kv_heads": 2}
     ("mask", "ranks", "tiles", "dims", "deterministic"),
     [
         (Mask(None, 0), 1, (2, 0), {"qk_dim": 64, "v_dim": 64}, False),
-        # A square a chunk, and what lies before it, if any.
+        # One square per chunk, and the part before it, if any.
         (Mask(None, 0), 3, (26, 0), {"qk_dim": 64, "v_dim": 64}, False),
         (Mask(None, 0), 3, (13, 13), {"qk_dim": 64, "v_dim": 64}, True),
         (Mask(), 3, (6, 0), {"qk_dim": 128, "v_dim": 128, "b": 2}, False),
@@ -361,7 +361,7 @@ def packs_on_cuda(
         for whole, part in zip(want, (out.detach(), *grads), strict=True):
             whole[at : at + n] = part
     rubbish = [x.clone() for x in (*inputs, dout)]
-    for x in rubbish:  # what lies in the padding is nobody's business
+    for x in rubbish:  # padding does not count
         x[np.setdiff1d(np.arange(len(x)), real)] = torch.nan
     query, key, value, dout = (x.cuda() for x in rubbish)
     call = AttentionCall(layout, mask, 0.3, transformer_engine=te)
@@ -463,8 +463,8 @@ def test_cuda_determinism(te, ends):
     assert run_ranks(twice_on_cuda, 1, Mask(None, 0), ends, te) == [True]
 
 
-def test_determinism_is_asked_for_strictly(monkeypatch):
-    """PyTorch's wrapper of FlashAttention's backward only warns where warnings are all that is asked for."""
+def test_determinism_is_requested_strictly(monkeypatch):
+    """PyTorch's wrapper of FlashAttention's backward only warns in warn-only mode."""
     asked = []
 
     def backward(dout, q, k, v, *_, **__):

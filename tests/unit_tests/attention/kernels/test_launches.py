@@ -1,4 +1,4 @@
-"""Tiles of many sequences in one launch: each tile once, and the same numbers as tile by tile."""
+"""Grouped launches of many sequences' tiles: each tile once, with the same numbers as tile by tile."""
 
 from itertools import pairwise
 from unittest import mock
@@ -81,7 +81,7 @@ class OneByOne(Matmul):
 
 
 def attention(kernel, layout, mask, visits, tensors):
-    """Output and gradients of a rank whose queries see the keys of ``visits``: of pairs of rows and tiles."""
+    """Compute output and gradients of a rank; its queries attend to the keys of ``visits``, pairs of rows and tiles."""
     query, key, value, dout = tensors
     call = AttentionCall(layout, mask, 0.3)
     with mock.patch.object(kernels, "kernel_for", lambda query, call: kernel):
@@ -100,8 +100,8 @@ def attention(kernel, layout, mask, visits, tensors):
 
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(6, 0), Mask(5, 7), Mask(4, None)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_together_as_one_by_one(mask, rank):
-    """With padding, so that rows are collected; and a stop's few rows are merged into those of the stop before."""
+def test_grouped_launches_equal_single_launches(mask, rank):
+    """With padding, so rows are collected; the few rows of a stop are merged into those of the previous stop."""
     layout = Layout((7, 29, 8, 1, 15, 0, 3), (8, 32, 8, 4, 16, 4, 4), 2)
     generator = torch.Generator().manual_seed(5)
     rows = layout.rows
@@ -115,7 +115,7 @@ def test_together_as_one_by_one(mask, rank):
             assert (got - want).abs().max() < 1e-13 * want.abs().max()
 
 
-def test_a_stop_is_one_launch_however_many_sequences_there_are():
+def test_a_ring_stop_is_one_launch_for_any_number_of_sequences():
     rng = np.random.default_rng(1)
     for count in (3, 50):
         padded = tuple((8 * rng.integers(1, 9, count)).tolist())
@@ -123,7 +123,7 @@ def test_a_stop_is_one_launch_however_many_sequences_there_are():
         for rank in range(4):
             for source in range(4):
                 assert len(group_launches(plan(layout, rank, source, CAUSAL, TileSize()), window_of, CPU, ROOM)) == 1
-            # Of gathered keys, a rank's second chunk sees those of its first; a row alone sees all that it is given.
+            # With gathered keys a rank's second chunk attends to its first; a single row attends to all given keys.
             assert len(group_launches(plan_gathered(layout, rank, CAUSAL, TileSize()), window_of, CPU, ROOM)) <= 4
 
 
@@ -150,7 +150,7 @@ def test_rows_that_follow_each_other_are_not_collected():
     assert launch.q_lengths.ends.tolist() == [0, 8, 32, 48] and launch.q_lengths.longest == 24
 
 
-def test_layers_share_what_was_sent(monkeypatch):
+def test_layers_share_copied_tables(monkeypatch):
     sent = []
     monkeypatch.setattr(launches, "on_device", lambda table, device: sent.append(table) or torch.from_numpy(table))
     layout = Layout((7, 5), (8, 8), 1)
@@ -163,7 +163,7 @@ def test_layers_share_what_was_sent(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [slice(0, 3), slice(4, 6), torch.tensor([5, 1])])
-def test_rows_are_written_where_nothing_is_and_merged_elsewhere(first):
+def test_new_rows_are_written_and_others_merged(first):
     """Blocks that come in any order and overlap: each row's is the attention over the keys of all its blocks."""
     rows = [first, slice(2, 5), torch.tensor([0, 4, 6]), slice(6, 8), slice(7, 9), slice(9, 10), slice(0, 10)]
     scores = torch.randn(len(rows), 1, 2, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

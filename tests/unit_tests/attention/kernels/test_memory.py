@@ -1,4 +1,4 @@
-"""What attention keeps for the backward pass, and what it holds while it runs."""
+"""Tensors that attention saves for the backward pass, and its memory while it runs."""
 
 import weakref
 
@@ -34,7 +34,7 @@ def _saved(comm_type: str) -> int:
 
 
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
-def test_saved_for_backward_is_qkv_out_and_lse_whatever_the_group(comm_type):
+def test_saved_for_backward_is_qkv_out_and_lse_for_any_group(comm_type):
     expected = S_LOCAL * B * (HEADS * QK_DIM + KV * QK_DIM + KV * V_DIM + HEADS * V_DIM + HEADS)
     for size in (2, 4):
         assert run_ranks(_saved, size, comm_type) == [expected] * size
@@ -104,6 +104,6 @@ def _orders(dtype: torch.dtype) -> tuple[set[tuple[int, ...]], set[tuple[int, ..
         (torch.float64, (64, 32, 8, 1), (64, 32, 8, 1)),  # [s, b, h, d], as on GPUs
     ],
 )
-def test_keys_are_sent_in_the_order_that_they_are_read_in(dtype, sent, read):
+def test_keys_are_sent_in_reading_order(dtype, sent, read):
     """At every stop: none copies what comes."""
     assert run_ranks(_orders, 3, dtype) == [({sent}, {read})] * 3

@@ -1,4 +1,4 @@
-"""The megatron-core module: what it computes, which groups it takes, and what it refuses."""
+"""Our attention module: results, process groups, and refusals."""
 
 import re
 
@@ -164,14 +164,14 @@ def test_groups_that_are_missing_or_of_other_sizes_are_refused():
         ({"surprise": 1}, r"unknown arguments \['surprise'\]"),
     ],
 )
-def test_what_it_does_not_compute_is_refused_when_built(options, message):
+def test_unsupported_features_are_refused_when_built(options, message):
     with pytest.raises(ValueError, match=message):
         build(make_config(**options.pop("config", {})), **options)
     with pytest.raises(ValueError, match="attention_type 'cross' is not supported"):
         ContextParallelAttention(make_config(), 1, AttnMaskType.causal, "cross", pg_collection=ProcessGroupCollection())
 
 
-def test_what_it_does_not_compute_is_refused_when_called():
+def test_unsupported_features_are_refused_when_called():
     module, qkv = build(make_config()), draw(8)
     with pytest.raises(ValueError, match=r"attention_mask of shape \(1, 1, 8, 8\) is not used; pass None"):
         module(*qkv, torch.zeros(1, 1, 8, 8, dtype=torch.bool))

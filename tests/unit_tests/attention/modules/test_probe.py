@@ -1,4 +1,4 @@
-"""The start-up probe passes where attention communicates and stops the run, on all ranks, where it does not."""
+"""The start-up probe passes if attention communicates; otherwise it stops the run on all ranks."""
 
 import time
 
@@ -18,7 +18,7 @@ from tests.unit_tests.attention.modules.test_native import make_config
 
 
 def make_chunks(comm_types, chunks=2, **changes) -> list[torch.nn.Module]:
-    """Model chunks whose layers use ``comm_types`` in turn, over all ranks."""
+    """Return model chunks whose layers use ``comm_types`` in turn, over all ranks."""
     size = dist.get_world_size()
     groups = ProcessGroupCollection(cp=dist.group.WORLD, hcp=make_groups(2))
     config = make_config(
@@ -41,8 +41,8 @@ def _seconds() -> float:
     return time.perf_counter() - start
 
 
-def test_every_transport_is_proved_in_under_a_second():
-    # The best of some times: what else the machine does is no part of it.
+def test_every_transport_is_probed_in_under_a_second():
+    # The best of some times, which other programs on the machine disturb least.
     assert any(max(run_ranks(_seconds, 4)) < 1.0 for _ in range(6))
 
 
@@ -111,7 +111,7 @@ def _broken(how: str) -> str:
         ("nothing", "passed"),
     ],
 )
-def test_what_does_not_communicate_stops_every_rank(how, expected):
+def test_groups_that_do_not_communicate_stop_every_rank(how, expected):
     reports = run_ranks(_broken, 4, how)
     assert len(set(reports)) == 1, "all ranks report the same"
     assert all(expected in report for report in reports), reports[0]

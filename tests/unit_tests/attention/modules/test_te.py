@@ -1,7 +1,7 @@
-"""Transformer Engine's attention gets the groups it was handed: tried on a stand-in for its class, which needs a GPU.
+"""Transformer Engine's attention gets the right groups: tested on a stand-in for its class, which needs a GPU.
 
-The stand-in keeps what megatron-core 0.19.2's TEDotProductAttention does with groups: it takes the hierarchical ones
-from (here: empty) global state, and a microbatch's group stays in place after the microbatch.
+The stand-in has the group handling of megatron-core 0.19.2's TEDotProductAttention: hierarchical groups come from
+global state (empty here), and a microbatch's group stays set after the microbatch.
 """
 
 import pytest
@@ -89,14 +89,14 @@ def _groups() -> dict:
         "streams": (hierarchical.cp_stream, flat.cp_stream),
         "probe": (probed(hierarchical), probed(flat)),
     }
-    # The very thing the probe is for: the class as it is, its groups missing without a word.
+    # The case that the probe is for: the unchanged class, silently without its groups.
     silent = build(ours, "a2a+p2p", hcp)
     TransformerEngine.set_context_parallel_group(silent, None, None, "stream", "a2a+p2p")
     report["silent"] = probed(silent)
     return report
 
 
-def test_groups_transport_and_stream_are_those_handed_over():
+def test_groups_transport_and_stream_are_the_given_ones():
     for report in run_ranks(_groups, 4):
         assert report["types"] == ("a2a+p2p", "a2a", "p2p")
         assert report["groups"]
@@ -204,7 +204,7 @@ def test_global_ranks_are_in_sequence_order_with_tensor_parallel_ranks_between()
     assert run_ranks(_order, 8) == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
 
 
-def test_the_transport_is_the_configured_one_where_upstream_hands_none_over():
+def test_the_transport_is_the_configured_one_if_upstream_passes_none():
     """Where the model is not split, but microbatches may be; upstream then asks for both levels' groups."""
 
     class Asking(CoreAttention):
@@ -221,7 +221,7 @@ def test_the_transport_is_the_configured_one_where_upstream_hands_none_over():
 
 
 @pytest.mark.skipif(have_transformer_engine(), reason="Transformer Engine is installed")
-def test_without_transformer_engine_the_class_says_what_to_do():
+def test_without_transformer_engine_the_error_has_a_fix():
     with pytest.raises(ImportError, match=r"Fix: .*, or model\.attention_backend=native"):
         te_attention_class()
 

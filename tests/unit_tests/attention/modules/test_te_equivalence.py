@@ -1,8 +1,8 @@
-"""Transformer Engine's attention and ours give the same, layer by layer and in training, in bf16; so does ours around
-Transformer Engine's kernels, as its layers have it.
+"""Transformer Engine's attention and ours are equal in bf16, per layer and in training.
 
-Several ranks share one GPU through the staged backend. On a CPU the same tests run with our attention alone, so that
-they are known to work before a GPU is at hand; those with Transformer Engine are marked ``gpu``.
+So is ours with Transformer Engine's kernels, as in its layers. Several ranks share one GPU through the staged backend.
+On a CPU the same tests run with our attention only, so they are known to work before a GPU is available. Tests of
+Transformer Engine are marked ``gpu``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LAYERS = [
 
 def errors(folder: str, layer: Layer, backend: str) -> list[float] | None:
     """Distances of this rank's output and gradients from the exact ones, relative to the largest norm of a shard;
-    None for what the installed Transformer Engine cannot do."""
+    None for features that the installed Transformer Engine lacks."""
     case, device = layer.case, DEVICE[backend]
     packed = case.cu_seqlens is not None
     if backend == "te":
@@ -165,7 +165,7 @@ def check(several: list[Losses], alone: Losses, backend: str) -> None:
     [(2, CP2 | over("p2p")), (4, CP4 | HCP), (4, TP2 | CP2)],
     ids=["cp2", "cp4 a2a+p2p [2,2]", "tp2 cp2"],
 )
-def test_training_is_that_of_one_rank_in_bf16(
+def test_training_equals_one_rank_in_bf16(
     size: int, layout: dict[str, Any], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "alone").mkdir()

@@ -1,4 +1,4 @@
-"""A transport is one object: what it says of itself is all that the package knows, so a fifth needs no other place."""
+"""A transport is one object with all that the package needs, so a fifth transport changes no other file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rules_read_it() -> None:
 
 
 @pytest.mark.parametrize("auto", [None, 0])
-def test_auto_considers_it_if_it_says_so(auto: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_considers_transports_that_opt_in(auto: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, KEYS_ONLY.name, dataclasses.replace(KEYS_ONLY, auto=auto))
     chosen, sizes, reason = select_transport(heads=7, kv_heads=7, tp=1, cp=4, gpus_per_node=8)
     assert (chosen, sizes) == (RING.name if auto is None else KEYS_ONLY.name, None)
@@ -119,5 +119,5 @@ def test_probe_and_verification_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(_verify, 2) == [(True, [])] * 2
     allowed = keys_only._allowed
     monkeypatch.setattr(keys_only, "_allowed", lambda call, peers: allowed(call, peers).flip(0))
-    for said in run_ranks(_probe, 2):
-        assert f"layers 1, 2, 3, 4, {KEYS_ONLY.name} over ranks [0, 1]: the output" in said
+    for reported in run_ranks(_probe, 2):
+        assert f"layers 1, 2, 3, 4, {KEYS_ONLY.name} over ranks [0, 1]: the output" in reported

@@ -66,6 +66,6 @@ def test_choice(layout, expected):
         ),
     ],
 )
-def test_what_cannot_be_chosen(layout, message):
+def test_transports_that_cannot_be_chosen(layout, message):
     with pytest.raises(ValueError, match=message):
         select_transport(**({"gpus_per_node": 8} | layout))

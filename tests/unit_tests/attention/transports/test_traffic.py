@@ -1,4 +1,4 @@
-"""Each transport sends what its formula in docs/explanation/context_parallel.md says, and no more."""
+"""Each transport sends the bytes of its formula in docs/explanation/context_parallel.md, and no more."""
 
 import pytest
 import torch
@@ -77,13 +77,13 @@ def test_hierarchical():
     assert measured(4, "a2a+p2p") == ((a2a + ring) * 4, (a2a + 2 * ring) * 4)
 
 
-def test_a_window_saves_the_hops_that_carry_nothing():
-    """A window of one chunk needs the neighbours on both sides: two hops, whatever the size of the ring."""
+def test_a_window_saves_empty_hops():
+    """A window of one chunk needs the neighbours on both sides: two hops, for any size of the ring."""
     hops = 2 * KEYS_AND_VALUES // 6
     assert measured(6, "p2p", window_size=(8, 0)) == (hops * 4, hops * 8)
 
 
-def test_a_pack_of_sequences_that_see_nothing_of_each_other_still_travels_once():
+def test_a_pack_of_separate_sequences_still_travels_once():
     assert set(run_ranks(_count_pack, 2, torch.tensor([0, 48, 96]))) == {2 * 48 * KV * DIM * 4}
 
 

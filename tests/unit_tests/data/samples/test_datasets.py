@@ -45,7 +45,7 @@ def test_indexed_samples(config: RunConfig, corpus: Callable[..., str]) -> None:
     assert torch.equal(train[3]["loss_mask"], torch.ones(32))
 
 
-# The data's own tokenizer, and one that knows no more of it than these two numbers.
+# The data's own tokenizer, and one with only its vocabulary size and end-of-document id.
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, NullTokenizer(300, TOKENIZER.eod)], ids=["bytes", "null"])
 def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str], tokenizer: Tokenizer) -> None:
     config.dataset.data_path, config.dataset.eod_mask_loss = corpus(), True
@@ -72,7 +72,7 @@ def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, t
         assert (sample["labels"] == pad).any() and torch.equal(sample["loss_mask"], torch.ones(32))
 
 
-def test_what_fills_a_short_sample_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
+def test_filling_of_short_samples_has_no_loss(config: RunConfig, corpus: Callable[..., str]) -> None:
     config.dataset.data_path = corpus()
     train, _, _ = build_datasets(config.dataset, TOKENIZER, 1)
     core = train._dataset
@@ -98,7 +98,7 @@ def test_the_index_is_cached_and_follows_the_files(config: RunConfig, corpus: Ca
     written = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
     assert torch.equal(build_datasets(config.dataset, TOKENIZER, 50).train[0]["tokens"], first)
     assert {p: p.stat().st_mtime_ns for p in folder.iterdir()} == written
-    # Other contents under the same name must not meet the old index.
+    # Other content under the same name must not use the old index.
     other = corpus("b", documents=25)
     for ending in (".bin", ".idx"):
         os.replace(other + ending, prefix + ending)
@@ -120,19 +120,19 @@ class _Runs:
 
 
 def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
-    """Data from somebody else may have a cache beside them; megatron-core ends in a traceback."""
+    """Data of unknown origin may have a cache beside them; megatron-core raises with a traceback."""
     prefix, marker = corpus("a"), tmp_path / "marker"
     config.dataset.data_path = prefix
     build_datasets(config.dataset, TOKENIZER, 50)
     for file in Path(prefix).parent.glob("cache/*/*.npy"):
-        file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy takes what does not begin as an array for a pickle
+        file.write_bytes(pickle.dumps(_Runs(marker)))  # numpy treats a file without an array header as a pickle
     with pytest.raises(DataError, match=r"\.npy: cannot be read .*Fix: rm -r "):
         build_datasets(config.dataset, TOKENIZER, 50)
     assert not marker.exists()
 
 
 def test_a_longer_run_deals_the_same_samples_first(config: RunConfig, corpus: Callable[..., str]) -> None:
-    """Upstream shuffles all epochs of a run together: with more iterations, a resumed run would go on elsewhere."""
+    """Upstream shuffles all epochs together: with more iterations, a resumed run would continue with other samples."""
     prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
     for data_path in (prefixes[0], [0.6, prefixes[0], 0.4, prefixes[1]]):
         config.dataset.data_path = data_path
@@ -163,7 +163,7 @@ def _numbered(tmp_path: Path, documents: int, length: int) -> str:
 
 
 @pytest.mark.parametrize("documents", [1, 3, 19])  # of 0.1, 0.3 and 1.9 samples
-def test_no_part_of_a_small_file_is_left_out(config: RunConfig, tmp_path: Path, documents: int) -> None:
+def test_small_files_are_used_completely(config: RunConfig, tmp_path: Path, documents: int) -> None:
     config.dataset.data_path, config.dataset.seq_length = _numbered(tmp_path, documents, 100), 1000
     config.dataset.split = "1,0,0"
     train, _, _ = build_datasets(config.dataset, NullTokenizer(2000), 100)
@@ -273,7 +273,7 @@ def test_a_split_without_documents(config: RunConfig, corpus: Callable[..., str]
     config.dataset.data_path, config.dataset.split = corpus(), "9999,1,0"
     with pytest.raises(DataError, match=r"valid part of dataset.split=9999,1,0 has no documents \(the file has 40\)"):
         build_datasets(config.dataset, TOKENIZER, 10, 10)
-    build_datasets(config.dataset, TOKENIZER, 10)  # nobody asks for that part
+    build_datasets(config.dataset, TOKENIZER, 10)  # no sample of that part is needed
 
 
 def test_no_square_mask(config: RunConfig, corpus: Callable[..., str]) -> None:
@@ -323,8 +323,8 @@ def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) ->
     assert len(list((Path(config.dataset.data_path).parent / "cache").iterdir())) == 1
 
 
-def _times_heard(config: RunConfig) -> int:
-    """How often this rank hears of the others while a node's first rank takes a second to build the index."""
+def _count_collectives(config: RunConfig) -> int:
+    """Count the collectives of this rank while a node's first rank takes a second to build the index."""
     build, gather, times = datasets._build_with_megatron_core, dist.all_gather_object, []
 
     def slowly(*arguments: Any) -> Any:
@@ -344,11 +344,11 @@ def _times_heard(config: RunConfig) -> int:
     return len(times)
 
 
-def test_a_rank_that_waits_for_a_long_build_hears_of_it(config: RunConfig, corpus: Callable[..., str]) -> None:
+def test_waiting_for_a_long_build_takes_several_collectives(config: RunConfig, corpus: Callable[..., str]) -> None:
     """In one collective it would run into dist.distributed_timeout_minutes."""
     config.dataset.data_path = corpus()
-    first, second = run_ranks(_times_heard, 2, config, timeout=120)
-    assert first == second > 4  # that many where nothing is said meanwhile
+    first, second = run_ranks(_count_collectives, 2, config, timeout=120)
+    assert first == second > 4  # without heartbeats there are 4
 
 
 def _message(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""Orders that depend on the seed, the epoch and the number of a sample alone."""
+"""Orders that depend only on the seed, the epoch and the number of a sample."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_every_epoch_is_a_permutation_of_its_own(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097, 2**32 + 1, 2**40 - 1])
 @pytest.mark.parametrize("seed", [0, 1234, -1, 2**63 + 5, 2**64 - 1])
-def test_many_at_once_are_those_one_by_one(count: int, seed: int) -> None:
+def test_many_indices_at_once_equal_single_ones(count: int, seed: int) -> None:
     rng = np.random.default_rng(count)
     positions, epochs = rng.integers(0, count, 200), rng.integers(0, 50, 200)
     epochs[:20] = 2**31 + np.arange(20)
@@ -26,7 +26,7 @@ def test_many_at_once_are_those_one_by_one(count: int, seed: int) -> None:
     assert found.dtype == np.int64 and found.tolist() == expected
 
 
-def test_the_order_stays_what_it_is() -> None:
+def test_the_order_does_not_change_between_versions() -> None:
     """A change would give every run that resumes other batches."""
     assert [shuffled(i, 10, seed=1234, epoch=0) for i in range(10)] == [0, 6, 9, 4, 7, 1, 3, 5, 8, 2]
 

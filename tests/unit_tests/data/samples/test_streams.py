@@ -1,4 +1,4 @@
-"""Samples of their own lengths, from files and mock: what they hold, in which order, and what bad files are told."""
+"""Samples of variable length, from files and mock: content, order, and errors of bad files."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_a_blend_has_its_shares_of_tokens(packed: RunConfig, corpus: Callable[..
         tokens[int((train[i]["tokens"] > ord("m")).any())] += len(train[i]["tokens"])
     assert tokens[0] / sum(tokens) == pytest.approx(0.75, abs=0.02)
     assert order(stream(packed, [0.75, prefixes[0], 0.25, prefixes[1]], 300), 300) == order(train, 300)
-    # Without weights every file gives what it has: all samples once, give or take the end of an epoch.
+    # Without weights every file contributes all its samples once, except around the end of an epoch.
     both = stream(packed, prefixes, 100)
     size = sum(len(source) for source in both._sources)
     assert len(set(order(both, size))) > 0.97 * size
@@ -201,8 +201,8 @@ def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [None, [5.0, 1.0, 2.0]])
 @pytest.mark.parametrize("sizes", [(40,), (30, 1, 700)])
-def test_lengths_of_many_are_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
-    """Those told at once are found in another way than the samples that are read."""
+def test_lengths_of_many_equal_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
+    """Many lengths at once are computed in another way than the lengths of single samples."""
     rng = np.random.default_rng(0)
     sources = [MockVarlenDataset(rng.integers(1, 10**4, size), 9, seed=size) for size in sizes]
     samples = Stream(sources, weights and weights[: len(sizes)], 2**40, 10)
@@ -210,7 +210,7 @@ def test_lengths_of_many_are_those_of_the_samples(sizes: tuple[int, ...], weight
     assert samples.lengths(indices).tolist() == [len(samples[i]["tokens"]) for i in indices.tolist()]
 
 
-def test_a_stream_reads_nothing_to_tell_lengths() -> None:
+def test_lengths_of_a_stream_need_no_reads() -> None:
     class Source(MockVarlenDataset):
         def __getitem__(self, index: int) -> Any:
             raise AssertionError("read")
@@ -322,7 +322,7 @@ def test_damaged_files(packed: RunConfig, corpus: Callable[..., str], what: str)
 
 
 def messages(config: RunConfig, only_rank: int | None, path: str) -> str:
-    """What building says on this rank; the data is damaged (as far as it can tell) for ``only_rank``."""
+    """Return the error of building on this rank; the data appears damaged only to ``only_rank``."""
     if only_rank is not None and int(os.environ["RANK"]) != only_rank:
         config.dataset.data_path = path
     try:

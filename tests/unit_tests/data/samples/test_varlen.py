@@ -1,4 +1,4 @@
-"""Variable-length samples: one a document, labels never from the next one."""
+"""Samples of variable length: one per document, labels never from the next one."""
 
 import os
 from pathlib import Path
@@ -63,7 +63,7 @@ def many(tmp_path: Path) -> tuple[str, list[int]]:
 
 
 def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> list[list[int]]:
-    """Tokens of the samples of a file whose documents count on from 100 times their number."""
+    """Return the tokens of the samples of a file whose documents count up from 100 times their number."""
     first, last = (round(share * len(totals)) for share in part)
     return [
         list(range(100 * number + start, 100 * number + min(start + max_length, totals[number] - 1)))
@@ -74,7 +74,7 @@ def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> 
 
 @pytest.mark.parametrize("max_length", [1, 4, 7, 100])
 @pytest.mark.parametrize("part", [(0.0, 1.0), (0.0, 0.5), (0.5, 0.9), (0.9, 1.0)])
-def test_the_stored_index_says_what_counting_in_memory_does(
+def test_the_stored_index_equals_the_one_in_memory(
     many: tuple[str, list[int]], max_length: int, part: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_cp.data.formats.indexed._CHUNK", 7)

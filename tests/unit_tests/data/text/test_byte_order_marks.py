@@ -1,4 +1,4 @@
-"""A byte order mark is no text in any file that is read, and a file of another encoding is named with the command."""
+"""A byte order mark is no text in any file; another encoding is an error with a conversion command."""
 
 import codecs
 import gzip
@@ -36,7 +36,7 @@ def config_file(path: Path) -> int:
 
 
 def group_file(path: Path) -> int:
-    """The file of a config group, whose first line decides where its settings go."""
+    """Write the file of a config group; its first line sets the section of its settings."""
     recipe = path.parents[1] / "recipe.yaml"
     recipe.write_text("defaults:\n- model: mine\n- _self_\n")
     return load_recipe(recipe).model.num_layers
@@ -46,7 +46,7 @@ def environment(path: Path) -> float | None:
     return Environment.describe(str(path)).gpus_per_node
 
 
-# How a file is read, a name for it, its text, and what is found in it.
+# How a file is read, its name, its text, and the expected content.
 READERS: dict[str, tuple[Callable[[Path], Any], str, str, Any]] = {
     "text": (texts_of, "a.txt", "A caf\u00e9.", ["A caf\u00e9."]),
     "lines": (texts_of, "a.jsonl", '{"text": "A caf\u00e9."}\n{"text": "two"}\n', ["A caf\u00e9.", "two"]),

@@ -73,7 +73,7 @@ def test_json_key_and_suffixes(mixed: Path, tmp_path: Path) -> None:
         assert [p.name for p in search([mixed], [suffix])[0]] == ["c.py"]
 
 
-def test_files_that_are_left_out_are_told(
+def test_skipped_files_are_reported(
     script: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a.txt", "b.md", "c.md", "d.json", "LICENSE", "e.jsonl.gz"):
@@ -82,14 +82,14 @@ def test_files_that_are_left_out_are_told(
     arguments = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
     arguments += ["--tokenizer-type", "ByteLevelTokenizer"]
     assert script.main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "1 documents" in told
-    assert "2 .md, 1 without a suffix, 1 .gz, 1 .json. Fix: --suffix .txt .jsonl .md '' .json (reads them" in told
-    assert "Uncompress .gz first" in told
+    output = capsys.readouterr().out
+    assert "1 documents" in output
+    assert "2 .md, 1 without a suffix, 1 .gz, 1 .json. Fix: --suffix .txt .jsonl .md '' .json (reads them" in output
+    assert "Uncompress .gz first" in output
     (tmp_path / "in" / "e" / "e.jsonl.gz").unlink()
     assert script.main([*arguments, "--suffix", "txt", "json", "md", ""]) == 0
-    told = capsys.readouterr().out
-    assert "5 documents" in told and "left out" not in told
+    output = capsys.readouterr().out
+    assert "5 documents" in output and "left out" not in output
     assert script.main([*arguments, "--suffix", ".py"]) == 2
     assert "the folder has no .py file. It has 2 .md" in capsys.readouterr().err
 
@@ -120,7 +120,7 @@ BAD = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str, workers: int) -> None:
+def test_bad_input_is_named_and_leaves_no_files(tmp_path: Path, case: str, workers: int) -> None:
     contents, message = BAD[case]
     for name, content in (contents or {}).items():
         (tmp_path / "in").mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ def test_a_tokenizer_trained_on_the_input(
 
 
 @pytest.mark.parametrize("text", ["abc", "-1 2", "1 9", "\u0663", "9" * 5000])
-def test_text_that_is_no_ids_of_a_null_tokenizer(
+def test_text_without_token_ids_for_a_null_tokenizer(
     script: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (tmp_path / "a.txt").write_text(text)

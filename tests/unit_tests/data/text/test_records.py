@@ -1,4 +1,4 @@
-"""A run notices data whose documents begin or end with other tokens than its tokenizer writes."""
+"""A run reports data whose documents begin or end with other tokens than its tokenizer writes."""
 
 import logging
 import re
@@ -46,9 +46,7 @@ def test_windows_find_documents_that_begin_with_bos(config: RunConfig, prepared:
     assert seen > 3
 
 
-def test_a_bos_that_also_ends_documents_is_refused_where_windows_look_for_the_end(
-    config: RunConfig, prepared: Any
-) -> None:
+def test_a_bos_equal_to_eod_is_refused_if_windows_search_for_eod(config: RunConfig, prepared: Any) -> None:
     prefix, settings = prepared("bos is eos")
     with pytest.raises(DataError, match=r"dataset.eod_mask_loss=true: documents begin and end with </s>") as error:
         windows(config, prefix, settings)
@@ -102,15 +100,15 @@ def test_data_of_another_tokenizer_names_that_one(config: RunConfig, prepared: A
     check_data(config, prefix, load_recipe("llama_tiny_pretrain_config", fix).tokenizer)
     with pytest.raises(DataError, match="the documents begin with token 0, but documents of the run's"):
         check_data(config, prefix, TokenizerConfig("ByteLevelTokenizer"))
-    check_data(config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1))  # tokenized elsewhere
+    check_data(
+        config, prefix, TokenizerConfig("NullTokenizer", vocab_size=290, eod_id=1)
+    )  # tokenized by another program
     Path(settings.tokenizer_model or "", "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"Fix: make the files again with megatron-cp preprocess and the run"):
         check_data(config, prefix, other)
 
 
-def test_data_without_a_record_is_said_once_and_used(
-    config: RunConfig, prepared: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_data_without_a_record_warns_once(config: RunConfig, prepared: Any, caplog: pytest.LogCaptureFixture) -> None:
     plain = [prepared("bos", name=name, add_bos=False)[0] for name in ("a", "b")]
     begun, settings = prepared("bos", name="c")
     for prefix in (*plain, begun):
@@ -119,9 +117,9 @@ def test_data_without_a_record_is_said_once_and_used(
     with caplog.at_level(logging.INFO, "megatron_cp"):
         check_data(config, [*plain, begun], settings)  # type: ignore[arg-type]
     assert len(caplog.messages) == 1
-    said = caplog.messages[0]
-    assert said.startswith(f"{plain[0]}, {plain[1]}: the first document does not begin with <s>"), said
-    assert "tokenizer.add_bos=false to silence" in said
+    reported = caplog.messages[0]
+    assert reported.startswith(f"{plain[0]}, {plain[1]}: the first document does not begin with <s>"), reported
+    assert "tokenizer.add_bos=false to silence" in reported
     caplog.clear()
     check_data(config, [*plain, begun], replace(settings, add_bos=False))  # type: ignore[arg-type]
     assert not caplog.messages
@@ -137,7 +135,9 @@ def test_a_damaged_record(config: RunConfig, prepared: Any, content: str) -> Non
     check_data(config, prefix, settings)
 
 
-def test_what_a_document_is_is_logged(config: RunConfig, prepared: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_special_tokens_of_a_document_are_logged(
+    config: RunConfig, prepared: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix, settings = prepared("both")
     with caplog.at_level(logging.INFO, "megatron_cp"):
         check_data(config, prefix, settings)

@@ -1,4 +1,4 @@
-"""Documents begin and end as the tokenizer's own library lets them."""
+"""Documents begin and end as in the tokenizer's own library."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.unit_tests.data.text.tokenizer_folders import TEMPLATES, WORDS, make_
 
 @pytest.mark.parametrize("model", ["BPE", "WordLevel"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_documents_are_what_transformers_gives(tmp_path: Path, template: str, model: str) -> None:
+def test_documents_have_the_tokens_of_transformers(tmp_path: Path, template: str, model: str) -> None:
     from transformers import AutoTokenizer
 
     folder = make_tokenizer(tmp_path / "tokenizer", TEMPLATES[template], model)
@@ -65,7 +65,7 @@ def test_a_post_processor_that_adds_a_token_beyond_the_vocabulary(tmp_path: Path
 
 
 def test_identifiers_change_with_bos_only(tmp_path: Path) -> None:
-    """So that what is cached for one form is never used for another, and caches without BOS stay valid."""
+    """Caches of one form are never used for another, and caches without BOS stay valid."""
     bos = make_tokenizer(tmp_path / "bos", TEMPLATES["bos"])
     with_bos, without = HuggingFaceTokenizer(bos), HuggingFaceTokenizer(bos, add_bos=False)
     assert with_bos.unique_identifiers != without.unique_identifiers
@@ -102,13 +102,13 @@ def test_prompts_begin_with_bos_and_responses_end_with_eos(config: RunConfig, tm
     assert bare.count(0) == 1
 
 
-def test_bos_is_predicted_in_no_sample_of_its_own_length(config: RunConfig, tmp_path: Path) -> None:
+def test_bos_is_not_predicted_in_samples_of_variable_length(config: RunConfig, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(make_tokenizer(tmp_path / "tokenizer", TEMPLATES["bos"]))
     for sample in packed_samples(config, [{"text": WORDS}, {"text": "a"}], tmp_path, tokenizer):
         assert sample["tokens"][0] == 0 and 0 not in sample["labels"] and sample["labels"][-1] == tokenizer.eod
 
 
-def test_lines_are_tokenized_anew_where_the_setting_changes(config: RunConfig, tmp_path: Path) -> None:
+def test_lines_are_tokenized_again_if_the_setting_changes(config: RunConfig, tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "tokenizer", TEMPLATES["bos"])
     for add_bos in (None, False, None):
         (sample,) = packed_samples(config, [{"text": WORDS}], tmp_path, HuggingFaceTokenizer(folder, add_bos))
@@ -119,7 +119,7 @@ CHAT = "{% for m in messages %}<user>{{ m.content }}<sep>{% endfor %}"
 
 
 @pytest.mark.parametrize("in_a_file", [True, False])
-def test_plain_prompts_of_an_instruct_model_are_said(
+def test_plain_prompts_of_an_instruct_model_warn(
     config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, in_a_file: bool
 ) -> None:
     named = {} if in_a_file else {"chat_template": CHAT}
@@ -131,9 +131,9 @@ def test_plain_prompts_of_an_instruct_model_are_said(
     for _ in range(2):  # also where the file was tokenized by an earlier run
         caplog.clear()
         packed_samples(config, [{"text": WORDS}, pair], tmp_path, tokenizer)
-        (said,) = caplog.messages
-        assert "data.jsonl: prompts do not use the tokenizer's chat template" in said
-        assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in said
+        (reported,) = caplog.messages
+        assert "data.jsonl: prompts do not use the tokenizer's chat template" in reported
+        assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in reported
     caplog.clear()
     from transformers import AutoTokenizer
 

@@ -24,7 +24,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.text())
-def test_bytes_come_back(text: str) -> None:
+def test_bytes_survive_a_round_trip(text: str) -> None:
     tokenizer = ByteLevelTokenizer()
     ids = tokenizer.tokenize(text.encode("utf-8", "ignore").decode())
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -82,7 +82,7 @@ def test_corrupt_file(tmp_path: Path) -> None:
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_a_config_that_is_no_object(bpe: Path, tmp_path: Path) -> None:
+def test_a_config_that_is_not_an_object(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: must be a JSON object, found list"):
@@ -90,7 +90,7 @@ def test_a_config_that_is_no_object(bpe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [["</s>"], 3, {"content": []}, {"content": {}}])
-def test_an_end_token_that_is_no_text(bpe: Path, tmp_path: Path, token: object) -> None:
+def test_an_end_token_that_is_not_a_string(bpe: Path, tmp_path: Path, token: object) -> None:
     shutil.copytree(bpe, tmp_path / "odd")
     (tmp_path / "odd/special_tokens_map.json").write_text(json.dumps({"eos_token": token}))
     with pytest.raises(DataError, match=r"special_tokens_map\.json: eos_token=.*: must be a string"):
@@ -131,7 +131,7 @@ def test_too_small_a_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [True, False], ids=["tokenizer.json", "folder"])
 def test_documents_are_neither_cut_nor_padded(bpe: Path, tmp_path: Path, alone: bool) -> None:
-    """A published tokenizer.json may keep the limits of whoever saved it."""
+    """A published tokenizer.json may contain limits of the process that saved it."""
     from tokenizers import Tokenizer
 
     whole = HuggingFaceTokenizer(bpe).tokenize("a few words " * 50)

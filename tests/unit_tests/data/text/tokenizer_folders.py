@@ -1,4 +1,4 @@
-"""Folders with a tokenizer of Hugging Face's own library and a post-processor that adds special tokens."""
+"""Folders with a Hugging Face tokenizer and a post-processor that adds special tokens."""
 
 import json
 from pathlib import Path

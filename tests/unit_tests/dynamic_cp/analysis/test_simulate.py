@@ -74,6 +74,6 @@ def test_balancing_helps_and_the_smallest_cp_size_is_found():
         ({"max_seqlen_per_rank": 100}, "the longest sample of 900 tokens does not fit"),
     ],
 )
-def test_fixed_cp_names_what_is_wrong(arguments, message):
+def test_fixed_cp_errors_name_the_setting(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule_fixed_cp([5, 900], **{"num_ranks": 8, "max_seqlen_per_rank": 500} | arguments)

@@ -1,4 +1,4 @@
-"""Mamba-2 hybrids on packed microbatches, a CP size each, train like one rank: long-tailed lengths, uneven masks."""
+"""Mamba-2 hybrids on packs, each with its CP size, train like one rank: long-tailed lengths, uneven masks."""
 
 import functools
 from typing import Any
@@ -41,7 +41,7 @@ def without_resets() -> Losses:
     return train(HYBRID, 128)[0]
 
 
-def test_a_state_that_is_not_reset_is_noticed() -> None:
+def test_a_state_that_is_not_reset_is_detected() -> None:
     worst_loss, _ = worst_difference(run_ranks(without_resets, 1)[0], single_rank())
     assert worst_loss > 1e-4
 

@@ -1,4 +1,4 @@
-"""Steps made ahead: how many of them, and what is told of each."""
+"""Prefetched steps: their number, and their metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counting(MockVarlenDataset):
 def batches(source: MockVarlenDataset, num_steps: int | None) -> DynamicBatches:
     groups = SimpleNamespace(position=0)
     scheduler = lambda lengths, cost: schedule(lengths, 2, 64, cost=cost)  # noqa: E731
-    return DynamicBatches(source, 10, scheduler, groups, keep_step=False, num_steps=num_steps)  # type: ignore[arg-type]
+    return DynamicBatches(source, 10, scheduler, groups, lockstep=False, num_steps=num_steps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_steps", "asked"), [(None, 30), (3, 30), (2, 20), (0, 20)])
@@ -50,7 +50,7 @@ def test_the_last_step_makes_none_ahead(num_steps: int | None, asked: int) -> No
 
 
 @pytest.mark.parametrize(("training", "num_steps"), [(True, 7), (False, 2)])
-def test_a_run_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch, training: bool, num_steps: int) -> None:
+def test_the_number_of_steps_is_passed_on(monkeypatch: pytest.MonkeyPatch, training: bool, num_steps: int) -> None:
     for name in ("CostTracker", "layout_of", "model_cost"):
         monkeypatch.setattr(packed, name, MagicMock())
     opened = MagicMock()
@@ -64,7 +64,7 @@ def test_a_run_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch, tra
 
 @pytest.mark.parametrize("ranks", [6, 64])
 @pytest.mark.parametrize("preset", ["h100_8b", "a100_mha_slownet", "h100_8b_a2a"])
-def test_what_is_told_of_a_step_is_what_its_groups_say_one_by_one(ranks: int, preset: str) -> None:
+def test_step_metrics_equal_sums_over_groups(ranks: int, preset: str) -> None:
     lengths, cost = sample_lengths("documents", 300, 30_000, 2), PRESETS[preset]
     plan = schedule(lengths, ranks, 8192, cost=cost, sequence_parallel_size=2)
     groups = [group for row in plan.microbatches for group in row]
@@ -77,12 +77,12 @@ def test_what_is_told_of_a_step_is_what_its_groups_say_one_by_one(ranks: int, pr
     assert cp_sizes(plan) == Counter(group.cp_size for group in groups)
 
 
-def test_a_plan_comes_with_what_is_told_of_it() -> None:
+def test_a_plan_includes_its_metrics() -> None:
     steps = batches(Counting(), num_steps=1)
     plan = next(steps)
     steps.close()
-    told = {name: vars(plan)[name] for name in ("checksum", "imbalance", "padding_fraction", "cp_sizes")}
-    assert told == {
+    metrics = {name: vars(plan)[name] for name in ("checksum", "imbalance", "padding_fraction", "cp_sizes")}
+    assert metrics == {
         "checksum": _checksum_of_plan(plan.samples, plan.lengths, plan.schedule),
         "imbalance": imbalance_of_work(plan.schedule, plan.lengths, plan.cost),
         "padding_fraction": padding_fraction(plan.schedule, plan.lengths),

@@ -1,4 +1,4 @@
-"""Training on packed microbatches with a CP size each equals one rank's: float32, long-tailed lengths, uneven masks."""
+"""Training on packs, each with its CP size, equals one rank: float32, long-tailed lengths, uneven masks."""
 
 import contextlib
 import functools
@@ -58,7 +58,7 @@ def train(
         BATCH,
         scheduler,
         groups,
-        keep_step=model.pipeline_model_parallel_size > 1,
+        lockstep=model.pipeline_model_parallel_size > 1,
         device=run.device,
     )
     batches.load_state_dict({"consumed_samples": skip * BATCH})
@@ -115,7 +115,7 @@ def check_case(case: Case, model: dict[str, Any], reference: Losses) -> None:
         assert len(sizes) > 1, "a schedule with one CP size only would prove little"
 
 
-# training/packed/test_equivalence.py trains the others, or what has all of theirs, as a run configures them.
+# training/packed/test_equivalence.py trains the other features, alone or combined, as a run configures them.
 FAST = ("4 ranks", "4 ranks, decentralized", "tp2 sp", "full recomputation", "selective recomputation")
 
 
@@ -246,7 +246,7 @@ def connected(at_start: bool) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("at_start", [False, True])
 def test_groups_are_connected_before_the_step_that_uses_them_first(at_start: bool) -> None:
-    """All members in the same order; not all that might be used, whose connections take memory of the GPU."""
+    """All members connect in the same order. Unused groups are not connected, because connections take GPU memory."""
     results = run_ranks(connected, 4, at_start)
     assert results[0] == [[], [[0, 1]], [], [[0, 1, 2, 3], [0, 1], [0, 2]], []]
     assert results[3] == [[], [], [[2, 3]], [[0, 1, 2, 3], [2, 3], [1, 3]], []]
@@ -281,7 +281,7 @@ def test_a_pack_is_zigzag_within_each_sample_and_padded_to_twice_the_group() -> 
     assert first["positions"] == [[0, 1, 0, 0, 0, 3]]
 
 
-def test_a_sample_of_another_length_than_it_says_is_named() -> None:
+def test_a_sample_with_a_wrong_length_is_named() -> None:
     sample = dummy_sample()
     sample["labels"] = sample["labels"][:-1]
     with pytest.raises(ValueError, match="sample 1 of the data set has 1 labels, but 2 are required"):
@@ -311,9 +311,9 @@ def test_groups_stay_inside_their_domain() -> None:
     assert results == [(0, [3, 1]), (1, [3, 2]), (0, [12, 4]), (1, [12, 8])]
 
 
-def test_the_schedule_is_ready_when_it_is_needed_and_resuming_goes_on() -> None:
-    undisturbed = run_ranks(train, 2, {}, 64)[0][0]
+def test_the_schedule_is_prefetched_and_resuming_is_exact() -> None:
+    uninterrupted = run_ranks(train, 2, {}, 64)[0][0]
     # The same samples again, from the second step on: only the data position is restored here.
     sizes = run_ranks(functools.partial(train, skip=1), 2, {}, 64)[0][1]
     assert len(sizes) == STEPS - 1 and sizes == run_ranks(train, 2, {}, 64)[0][1][1:]
-    assert len(undisturbed) == STEPS
+    assert len(uninterrupted) == STEPS

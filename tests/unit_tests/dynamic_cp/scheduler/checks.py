@@ -1,4 +1,4 @@
-"""What every schedule must satisfy, checked without using the scheduler's own code."""
+"""Checks of every schedule that do not use the scheduler's own code."""
 
 from collections import Counter
 from collections.abc import Sequence

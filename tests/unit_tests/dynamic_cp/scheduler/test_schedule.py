@@ -81,7 +81,7 @@ def test_known_hard_cases(lengths, ranks, m, options):
     assert problems(found, lengths, ranks, m, min_cp, multiple) == []
 
 
-def test_twelve_ranks_take_what_twelve_ranks_hold():
+def test_twelve_ranks_accept_samples_that_fit_them():
     assert schedule([3600], 12, 400).microbatches == [[Group(tuple(range(12)), (0,))]]
     schedule([4800], 12, 400)
     with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 402"):
@@ -151,7 +151,7 @@ def test_dynamic_beats_fixed_cp(cost, mode):
 @pytest.mark.parametrize(
     ("cost", "mode", "distribution", "ranks", "m", "count", "seed"),
     [
-        # 99 % of the tokens there are fit one microbatch: what is left over must not take long.
+        # 99 % of the tokens there are fit one microbatch: the rest must not take long.
         ("a100_mha_slownet", "barrier", "wikipedia", 128, 16384, 2048, 0),
         # The estimate favours microbatches that are too short.
         ("h100_70b_tp8", "pipeline", "bimodal", 128, 8192, 2048, 0),
@@ -171,7 +171,7 @@ def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, cou
 @pytest.mark.parametrize(
     ("cost", "lengths", "ranks", "sync_ranks"),
     [
-        # Over half of what a rank holds: a sample a job, however many tokens stay free.
+        # Over half of a rank's limit: one sample a job, however many tokens stay free.
         ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 4),
         ("h100_moe3b", sample_lengths("long", 2048, 16384, 0), 64, 16),
         ("a100_moe3b", sample_lengths("long", 1500, 16384, 0), 32, 8),
@@ -282,7 +282,7 @@ def test_gaps_are_filled_with_legal_blocks(leaves, widths):
     assert taken == set(range(leaves)) and gaps.take(1) == -1
 
 
-def test_what_is_left_over_is_spread_over_all_ranks():
+def test_remaining_samples_are_spread_over_all_ranks():
     """Ten full ranks' worth and a little: the little takes a moment of all ranks, not a long one of one rank."""
     lengths = [8000] * 10 + [191] * 20
     found = schedule(lengths, 8, 8192, sync_ranks=8)
@@ -329,7 +329,7 @@ def test_static_packing_has_as_few_microbatches_as_will_do(lengths, cp_size, rep
 
 @pytest.mark.parametrize("center", [0.6, 0.45, 0.3])
 def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
-    """Where most samples are a little over half, or a third, of what a group holds, tokens say little about bins."""
+    """If most samples are a little over half, or a third, of a group's limit, tokens do not determine the bins."""
     tries = []
     pack = fixed.most_room
     monkeypatch.setattr(fixed, "most_room", lambda *arguments: tries.append(1) or pack(*arguments))

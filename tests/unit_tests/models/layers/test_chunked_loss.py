@@ -1,4 +1,4 @@
-"""Cross-entropy in pieces: the same numbers, less memory, one gradient per parameter and microbatch."""
+"""Chunked cross-entropy: the same numbers, less memory, one gradient per parameter and microbatch."""
 
 import weakref
 from collections import Counter
@@ -49,12 +49,12 @@ def gradients(size: int, dtype: torch.dtype = torch.float32, positions: int = 33
 
 
 @pytest.mark.parametrize("size", [1, 2, 10, 64])
-def test_losses_and_gradients_are_those_of_the_whole(size: int) -> None:
+def test_losses_and_gradients_equal_those_of_the_whole(size: int) -> None:
     for whole, pieces in zip(gradients(66), gradients(size), strict=True):
         assert (whole - pieces).abs().max() <= 1e-6 * whole.abs().max()
 
 
-def test_a_second_derivative_is_refused_and_not_left_out() -> None:
+def test_a_second_derivative_raises() -> None:
     hidden, weight = torch.randn(6, 1, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     loss = chunked_losses(head, hidden, weight, torch.zeros(1, 6, dtype=torch.int64), 2).sum()
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
@@ -63,7 +63,7 @@ def test_a_second_derivative_is_refused_and_not_left_out() -> None:
 
 
 def test_the_weights_gradient_is_summed_in_float32() -> None:
-    """Over 500 pieces: a sum in bf16 would lose what is smaller than its last bit, again and again."""
+    """Over 500 pieces: a sum in bf16 would repeatedly lose values below its last bit."""
     exact = gradients(1000, positions=500)[2]
 
     def error(size: int) -> float:
@@ -115,7 +115,7 @@ def peak_of_a_step(length: int, overrides: dict[str, Any]) -> tuple[int, int]:
         **overrides,
     )
     run, batches = start(config)
-    train_step(run, next(batches).microbatches)  # what lasts is there from now on
+    train_step(run, next(batches).microbatches)  # permanent tensors exist from here on
     with Peak() as memory:
         train_step(run, next(batches).microbatches)
     run.close()

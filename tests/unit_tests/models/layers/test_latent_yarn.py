@@ -1,4 +1,4 @@
-"""Latent attention with YaRN: what Hugging Face's library computes from the same settings and weights."""
+"""Latent attention with YaRN equals Hugging Face's library with the same settings and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUERIES = {
 
 
 def both(settings: dict[str, Any], published: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of the first layer's attention, ours and theirs."""
+    """Return the output of the first layer's attention, ours and Hugging Face's."""
     run, _ = start(tiny_config(**MLA | settings))
     ours: Any = run.model[0].module.decoder.layers[0].self_attention
     theirs = DeepseekV3Attention(DeepseekV3Config(**published, attn_implementation="eager"), 0)
@@ -51,7 +51,7 @@ def both(settings: dict[str, Any], published: dict[str, Any]) -> tuple[torch.Ten
 @pytest.mark.parametrize(
     "scales", [{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}], ids=str
 )
-def test_it_is_that_of_published_models(scales: dict[str, float], compressed: int | None) -> None:
+def test_it_equals_published_models(scales: dict[str, float], compressed: int | None) -> None:
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 2.0}
     published = {
         "hidden_size": HIDDEN,

@@ -1,4 +1,4 @@
-"""The Mamba mixer: shared by any number of ranks, packed, with rubbish in the padding, it computes the same."""
+"""The Mamba mixer computes the same on any number of ranks, packed, and with garbage in the padding."""
 
 import functools
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def test_shared_and_packed_is_one_by_one_on_one_rank(name: str) -> None:
         assert output < 1e-12 and gradient < 1e-12 and padding_is_zero, (output, gradient)
 
 
-def test_nan_in_the_padding_stays_there() -> None:
+def test_nan_in_padding_does_not_spread() -> None:
     for output, gradient, padding_is_zero in run_ranks(shared_against_alone, 2, {}, float("nan")):
         assert output < 1e-12 and gradient < 1e-12 and padding_is_zero, (output, gradient)
 
@@ -134,7 +134,7 @@ def bad_call(kind: str) -> None:
         ("odd", "5 rows are odd; a zigzag shard has two equal chunks"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_on_every_rank(kind: str, message: str) -> None:
+def test_sizes_that_cannot_be_divided_are_refused_on_every_rank(kind: str, message: str) -> None:
     with pytest.raises(RanksFailed, match=f"ValueError: .*{message}") as failed:
         run_ranks(bad_call, 3, kind)
     assert str(failed.value).count("ValueError: ") == 3
@@ -156,7 +156,7 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
 
 
 def fused_arguments() -> dict[str, Any]:
-    """What mamba-ssm's kernel is called with, by a stand-in that computes what its documentation says."""
+    """Return the arguments of mamba-ssm's kernel, with a stand-in that follows its documentation."""
     from megatron_cp.models.layers.mamba import kernel as mamba
     from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
@@ -181,7 +181,7 @@ def fused_arguments() -> dict[str, Any]:
     return seen
 
 
-def test_mamba_ssms_kernel_is_called_as_it_wants() -> None:
+def test_mamba_ssms_kernel_gets_supported_arguments() -> None:
     """[channels, width] weights, int32 ``seq_idx`` [b, l] that is contiguous, group and head sizes by keyword."""
     seen = run_ranks(functools.partial(fused_arguments), 1)[0]
     seq_idx = seen.pop("seq_idx")

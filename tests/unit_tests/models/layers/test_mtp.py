@@ -132,7 +132,7 @@ def test_the_last_stage_may_have_fewer_other_layers_or_none(layers: int, layout:
 
 
 def test_the_depths_learn_and_matter() -> None:
-    """Guards the comparisons: heads that nobody trains, or a loss that nobody adds, would pass them."""
+    """The comparisons would pass with untrained heads, or with a loss that is not added."""
     assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [single_rank(2)[:2]])
     small = run_ranks(train, 1, MTP2 | {"model__mtp_loss_scaling_factor": 1e-3})[0]
     assert small[0][0] == single_rank(2)[0][0], "the first forward pass is the same"
@@ -277,7 +277,7 @@ def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True,
         12,
         lambda lengths, cost: make(lengths, cost=cost, **options),
         groups,
-        keep_step=model.pipeline_model_parallel_size > 1,
+        lockstep=model.pipeline_model_parallel_size > 1,
         device=run.device,
     )
     losses, sizes = [], set()

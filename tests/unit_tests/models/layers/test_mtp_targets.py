@@ -1,4 +1,4 @@
-"""Multi-token prediction: what each depth is to predict, against a naive reference."""
+"""Multi-token prediction: the targets of each depth, against a naive reference."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def naive_shift(values: list[list[int]], depth: int) -> list[int]:
 
 
 def shifted_of_rank(padded: list[int] | None, length: int, depth: int) -> tuple[list, list]:
-    """(what this rank has after ``depth`` shifts, what it should have); two rows where nothing is packed."""
+    """Return (this rank's tokens after ``depth`` shifts, expected tokens); two rows without a pack."""
     group = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = [list(range(1 + 1000 * i, 1 + 1000 * i + n)) for i, n in enumerate(padded or [length])]

@@ -1,5 +1,8 @@
-"""What a step reports of its routers' losses. That layouts and packs report the same, test_model_variants and
-test_packed_equivalence show."""
+"""Router losses that a step reports.
+
+``training/layouts/test_model_variants.py`` and ``training/packed/test_equivalence.py`` check that layouts and packs
+report the same.
+"""
 
 import json
 from pathlib import Path
@@ -84,10 +87,10 @@ def test_a_layer_that_depths_share_reports_its_mean() -> None:
     assert first["load_balancing_loss"] == pytest.approx(separate["load_balancing_loss"], rel=0.1)
 
 
-def test_nothing_is_reported_that_nobody_asked_for() -> None:
+def test_only_requested_losses_are_reported() -> None:
     silent = {"model__moe_aux_loss_coeff": 0.0, "model__moe_z_loss_coeff": None}
     balanced = {"model__moe_router_load_balancing_type": "none"}
-    weightless = silent | {"model__moe_z_loss_coeff": 0.0}  # of which upstream reports 0 / 0
+    weightless = silent | {"model__moe_z_loss_coeff": 0.0}  # upstream reports 0 / 0 for it
     for more, names in ((weightless, []), (silent, []), (balanced, ["z_loss"]), (None, [])):
         ((losses, _, _),) = run_ranks(of_two_steps, 1, {} if more is None else EXPERTS | more)
         assert list(losses) == names

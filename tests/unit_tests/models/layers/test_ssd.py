@@ -59,7 +59,7 @@ def test_scan_is_the_recurrence(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_state_starts_anew_with_each_sequence(name: str) -> None:
+def test_state_is_reset_at_each_sequence(name: str) -> None:
     seq_idx = sequences(*PACKS[name])
     values = inputs(seq_idx.shape[1])
     packed = ssd_scan(*values, seq_idx=seq_idx, chunk_size=8)
@@ -131,7 +131,7 @@ def test_later_sequences_do_not_reach_earlier_ones_nor_the_other_way_round() -> 
     changed[:, 7:13] += 1
     before, after = (conv_and_scan(t, *weights, **sizes, seq_idx=seq_idx) for t in (x, changed))
     assert torch.equal(before[:, :7], after[:, :7])
-    # The chunk's sum of exponents goes on over a sequence's start, so its rounding is another one.
+    # The chunk's sum of exponents continues over a sequence's start, so its rounding differs.
     torch.testing.assert_close(before[:, 13:], after[:, 13:], rtol=1e-13, atol=1e-13)
     assert not torch.allclose(before[:, 7:13], after[:, 7:13], rtol=1e-3)
 

@@ -1,4 +1,4 @@
-"""Resuming: exactly where the layout is the same, within float32's noise where it is not."""
+"""Resuming: exact under the same layout, within float32's rounding under another."""
 
 import os
 import shutil
@@ -68,10 +68,10 @@ def resume(overrides: dict[str, Any], folder: str, steps: int) -> Losses:
 )
 def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: dict[str, Any], steps: int) -> None:
     overrides = layers_for(overrides) | overrides
-    undisturbed = run_ranks(train_losses, world_size, overrides, 2 * steps)[0]
+    uninterrupted = run_ranks(train_losses, world_size, overrides, 2 * steps)[0]
     first = run_ranks(save_after, world_size, overrides, str(tmp_path), steps)[0]
     rest = run_ranks(resume, world_size, overrides, str(tmp_path), steps)[0]
-    assert first + rest == undisturbed
+    assert first + rest == uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -87,37 +87,37 @@ def test_resuming_continues_exactly(tmp_path: Path, world_size: int, overrides: 
 )
 def test_resuming_under_another_layout(tmp_path: Path, before: tuple, after: tuple) -> None:
     model = layers_for(before[1], after[1])
-    undisturbed = run_ranks(train_losses, 1, model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, model, 4)[0]
     run_ranks(save_after, before[0], model | before[1], str(tmp_path), 2)
     rest = run_ranks(resume, after[0], model | after[1], str(tmp_path), 2)[0]
-    worst_loss, worst_norm = worst_difference(rest, undisturbed[2:])
+    worst_loss, worst_norm = worst_difference(rest, uninterrupted[2:])
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)
 
 
 def test_resuming_with_other_numbers_of_layers_in_a_stage(tmp_path: Path) -> None:
     model, first = SIX_LAYERS, "model__num_layers_in_first_pipeline_stage"
-    undisturbed = run_ranks(train_losses, 1, model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, model, 4)[0]
     run_ranks(save_after, 2, model | PP2 | VPP2 | {first: 2}, str(tmp_path), 2)
     rest = run_ranks(resume, 2, model | PP2 | {first: 5}, str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
 def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
     """After a step each rank has its own shards of the new weights, until the next forward pass."""
-    undisturbed = run_ranks(train_losses, 4, CP2 | layers_for(), 3)[0]
+    uninterrupted = run_ranks(train_losses, 4, CP2 | layers_for(), 3)[0]
     run_ranks(save_after, 4, CP2 | OVERLAPPED | layers_for(), str(tmp_path), 2)
     weights_alone = run_ranks(resume, 1, layers_for() | {"checkpoint__load_optim": False}, str(tmp_path), 1)[0]
-    assert max(worst_difference(weights_alone, undisturbed[2:])) < 1e-6
+    assert max(worst_difference(weights_alone, uninterrupted[2:])) < 1e-6
 
 
 def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
-    """Upstream cuts what it saves at offsets that count padding that it does not save."""
+    """Upstream splits saved state at offsets that include padding, which it does not save."""
     model = layers_for()
-    undisturbed = run_ranks(train_losses, 4, model | CP2 | BUCKETS, 4)[0]
+    uninterrupted = run_ranks(train_losses, 4, model | CP2 | BUCKETS, 4)[0]
     run_ranks(save_after, 4, model | CP2 | BUCKETS, str(tmp_path), 2)
-    assert run_ranks(resume, 4, model | CP2 | BUCKETS, str(tmp_path), 2)[0] == undisturbed[2:]
+    assert run_ranks(resume, 4, model | CP2 | BUCKETS, str(tmp_path), 2)[0] == uninterrupted[2:]
     elsewhere = run_ranks(resume, 1, model, str(tmp_path), 2)[0]
-    assert max(worst_difference(elsewhere, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(elsewhere, uninterrupted[2:])) < 2e-6
 
 
 def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, An
 
 
 def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None:
-    """Distributed or not, what it is for is the same; but only the distributed one names it alike in both."""
+    """Both optimizers have the same state, but only the distributed one uses the same names in both precisions."""
     plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
     run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
     with pytest.raises(RanksFailed, match=r"state of a different optimizer: mixed_precision is 'bf16' here and 'fp32'"):
@@ -157,7 +157,7 @@ def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["shards emptied", "metadata gone", "folder gone"])
-def test_unreadable_checkpoints_say_so(tmp_path: Path, damage: str) -> None:
+def test_unreadable_checkpoints_are_reported(tmp_path: Path, damage: str) -> None:
     run_ranks(save_after, 2, CP2, str(tmp_path), 1)
     folder = tmp_path / "iter_0000001"
     if damage == "shards emptied":
@@ -181,7 +181,7 @@ def test_without_a_tracker_the_newest_folder_counts(tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 9
 
 
-def test_an_unreadable_tracker_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_tracker_is_reported(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     with pytest.raises(ConfigError, match="does not hold an iteration number"):
         latest_iteration(tmp_path)
@@ -201,7 +201,7 @@ def failing_save(overrides: dict[str, Any], folder: str) -> str:
     run.progress.iteration = 1
     save_checkpoint(run, folder, {})
 
-    def full(aside: Path, final: Path) -> None:
+    def full(partial: Path, final: Path) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoint.put_in_place = full
@@ -234,7 +234,7 @@ def put_half_a_file_in_place(folder: str) -> str:
     return str(raised.value)
 
 
-def test_what_was_not_written_whole_gets_no_place(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_not_published(tmp_path: Path) -> None:
     (message,) = run_ranks(put_half_a_file_in_place, 1, str(tmp_path))
     assert "the written files are incomplete: " in message and " bytes, expected " in message
     assert latest_iteration(tmp_path) == 1 and not (tmp_path / "iter_0000002").exists()
@@ -321,6 +321,6 @@ def save_as_one_kind_and_load_as_the_other(folder: str, state_first: bool) -> No
 
 
 @pytest.mark.parametrize("state_first", [False, True])
-def test_layers_without_a_state_of_their_own_go_on_as_layers_with_one(tmp_path: Path, state_first: bool) -> None:
-    """What is trained or imported without Transformer Engine goes on with it, and back."""
+def test_layers_without_extra_state_resume_as_layers_with_one(tmp_path: Path, state_first: bool) -> None:
+    """Checkpoints and imports without Transformer Engine resume with it, and back."""
     run_ranks(save_as_one_kind_and_load_as_the_other, 2, str(tmp_path), state_first)

@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else runs no code, and what it holds is refused before it is used."""
+"""A checkpoint from a stranger runs no code, and invalid content is refused before use."""
 
 import math
 import os
@@ -90,11 +90,11 @@ def test_no_place_of_a_checkpoint_runs_a_command(folder: Path, where: str, proto
     marker = folder.parent / "marker"
     with_command(folder, where, marker, protocol)
     if where == "rng":
-        said = run_ranks(load_it, 2, str(folder.parent))[0]
+        reported = run_ranks(load_it, 2, str(folder.parent))[0]
     else:
-        said = "; ".join(problems_of(folder, verify=True))
-    assert "posix.system, which checkpoints of megatron_cp never use: refused" in said, said
-    assert str(folder) in said, "the file is named"
+        reported = "; ".join(problems_of(folder, verify=True))
+    assert "posix.system, which checkpoints of megatron_cp never use: refused" in reported, reported
+    assert str(folder) in reported, "the file is named"
     assert not marker.exists()
 
 
@@ -170,14 +170,14 @@ def sized(index: Metadata, size: Any, chunks: Any = ()) -> Metadata:
 
 
 @pytest.mark.parametrize("what", BAD_INDEXES)
-def test_an_index_holds_what_an_index_does(folder: Path, what: str) -> None:
+def test_an_index_contains_only_known_types(folder: Path, what: str) -> None:
     wrong = BAD_INDEXES[what](read_index(folder))
     replace_index(folder, wrong.content if isinstance(wrong, deep) else pickle.dumps(wrong))
     (problem,) = problems_of(folder, verify=True)
     assert str(folder / INDEX) in problem and ("is not a checkpoint index" in problem or "refused" in problem), problem
 
 
-def test_an_index_leaves_the_classes_as_they_are(folder: Path) -> None:
+def test_an_index_does_not_modify_classes(folder: Path) -> None:
     before = dict(vars(Metadata))
     replace_index(folder, altered_class({"__init__": None, "new": 1}))
     (problem,) = problems_of(folder, verify=True)
@@ -205,7 +205,7 @@ def test_an_object_is_of_plain_values(content: bytes) -> None:
         load_object(folder_object(content), "somewhere: x")
 
 
-def test_what_checkpoints_hold_is_read_as_it_was() -> None:
+def test_values_of_checkpoints_are_read_unchanged() -> None:
     value = {"state": np.random.get_state(), "tensor": torch.arange(3), "list": [1, None, (2.5, "text", b"bytes")]}
     found = load_object(folder_object(saved(value)), "x")
     assert torch.equal(found["tensor"], value["tensor"]) and found["list"] == value["list"]  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_what_checkpoints_hold_is_read_as_it_was() -> None:
     assert before and set(torch.serialization.get_safe_globals()) == set(before), "others' lists are as before"
 
 
-# Where in what is no tensor, what is put there, and what is said of it.
+# Place outside of tensors, the value put there, and the message.
 ALTERED: list[tuple[str, Any]] = [
     *((f"progress.{name}", value) for name in ("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations")
       for value in (None, -1, "3", 2.0)),
@@ -348,7 +348,7 @@ def test_an_entry_that_is_missing_is_named(folder: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, "text"], ids=repr)
-def test_what_is_no_common_state_at_all(folder: Path, value: Any) -> None:
+def test_a_common_state_of_another_type(folder: Path, value: Any) -> None:
     replace_object(folder, "common_state", saved(value))
     assert problems_of(folder, verify=True) == [] if value == {} else problems_of(folder, verify=True)
 
@@ -389,7 +389,7 @@ def test_a_random_state_is_one(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "reported"),
     [
         ("progress.consumed_samples", None, "entry progress.consumed_samples is None, expected an integer"),
         ("optimizer.optimizer.param_groups.0.wd_mult", 7.0, "could not be loaded"),
@@ -397,8 +397,8 @@ def test_a_random_state_is_one(name: str, value: Any) -> None:
         pytest.param("config.model.num_layers", 10**9, "num_layers is 1 here and 1000000000 in", marks=slow),
     ],
 )
-def test_a_run_names_the_altered_entry(cli: Any, tmp_path: Path, path: str, value: Any, said: str) -> None:
+def test_a_run_names_the_altered_entry(cli: Any, tmp_path: Path, path: str, value: Any, reported: str) -> None:
     assert cli()[0] == 0
     alter(tmp_path / "run/iter_0000001", path, value)
     code, text = cli("train.train_iters=2", "scheduler.override_opt_param_scheduler=true")
-    assert code in ((1, 2) if said else (0, 1)) and text.count(said) >= 1, (code, text)
+    assert code in ((1, 2) if reported else (0, 1)) and text.count(reported) >= 1, (code, text)

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint that changed are noticed, whichever file they are in, and another checkpoint is named."""
+"""Changed bytes are detected in every file of a checkpoint, and the error names another checkpoint."""
 
 import random
 import re
@@ -54,8 +54,8 @@ def root(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "root"))
 
 
-def noticed(root: Path, path: Path) -> bool:
-    """Whether a run, or ``convert``, would say something of a changed file."""
+def detected(root: Path, path: Path) -> bool:
+    """Return whether a run, or ``convert``, reports a changed file."""
     if path.name != LATEST:
         return bool(problems_of(path.parent, verify=True))
     try:
@@ -67,22 +67,22 @@ def noticed(root: Path, path: Path) -> bool:
 
 
 @pytest.mark.parametrize(("count", "seed"), [(130, 1), pytest.param(2000, 2, marks=slow)])
-def test_no_flipped_bit_goes_unnoticed(root: Path, count: int, seed: int) -> None:
+def test_every_flipped_bit_is_detected(root: Path, count: int, seed: int) -> None:
     """In every kind of file as often, in checkpoints written while training waited and in the background."""
-    chosen, unnoticed, kinds = random.Random(seed), [], set()
+    chosen, undetected, kinds = random.Random(seed), [], set()
     files = [root / LATEST]
     files += [path for name in ("iter_0000002", "iter_0000011") for path in sorted((root / name).iterdir())]
-    assert not any(noticed(root, path) for path in files)
+    assert not any(detected(root, path) for path in files)
     for number in range(count):
         path = files[number % len(files)]
         kinds.add(path.name)
         place = flip(path, chosen)
-        if not noticed(root, path):
-            unnoticed.append((path, place))
+        if not detected(root, path):
+            undetected.append((path, place))
         flip_back(path, *place)
-    assert not unnoticed
+    assert not undetected
     assert kinds == {LATEST, CHECKSUMS, ".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"}
-    assert not any(noticed(root, path) for path in files)
+    assert not any(detected(root, path) for path in files)
 
 
 def test_without_checksums_a_flipped_bit_ends_in_no_other_error(root: Path) -> None:
@@ -105,7 +105,7 @@ def save_on_a_bad_disk(folder: str) -> None:
     save_some(folder, 1, {})
 
 
-def test_checksums_are_of_what_was_written_and_not_of_what_can_be_read(tmp_path: Path) -> None:
+def test_checksums_cover_written_bytes_not_reread_ones(tmp_path: Path) -> None:
     run_ranks(save_on_a_bad_disk, 2, str(tmp_path))
     assert problems_of(tmp_path / "iter_0000001", verify=True) == [
         f"{tmp_path}/iter_0000001/__1_0.distcp is corrupted (checksum mismatch)"
@@ -119,7 +119,7 @@ def test_every_file_has_its_checksum(root: Path) -> None:
         assert sums.files == {path.name: sum_of(path) for path in folder.iterdir() if path.name != CHECKSUMS}
 
 
-def test_what_is_missing_or_too_much_is_named(root: Path) -> None:
+def test_missing_and_extra_files_are_named(root: Path) -> None:
     folder = root / "iter_0000002"
     (folder / "common.pt").write_bytes(b"")
     assert any("common.pt does not belong to this checkpoint" in each for each in problems_of(folder, verify=True))
@@ -132,13 +132,13 @@ def test_what_is_missing_or_too_much_is_named(root: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "soon", "1 ", " 1", "-1", "1.0", "1_0", "9" * 5000, "\u0662", "\x80", "1\n2"])
-def test_what_names_the_latest_is_a_number_or_refused(root: Path, content: str) -> None:
+def test_the_tracker_must_contain_a_number(root: Path, content: str) -> None:
     (root / LATEST).write_text(content)
     with pytest.raises(ConfigError, match=f"does not hold an iteration number.* Fix: echo 11 > {root}/{LATEST}"):
         latest_iteration(root)
 
 
-def test_a_newer_checkpoint_than_the_latest_is_noticed(root: Path) -> None:
+def test_a_checkpoint_newer_than_the_tracker_is_reported(root: Path) -> None:
     assert latest_iteration(root) == 11 and newer_than_latest(root) is None
     (root / LATEST).write_text("10\n")
     assert latest_iteration(root) == 10 and newer_than_latest(root) == 11
@@ -162,8 +162,8 @@ def config_of(root: Path, **checkpoint: Any) -> Any:
         ({"load": "elsewhere", "ckpt_step": 2}, "checkpoint.load={root} "),
     ],
 )  # fmt: skip
-def test_what_to_type_begins_with_the_other_checkpoint(root: Path, settings: dict[str, Any], advice: str) -> None:
-    """Whatever the run was told: a damaged one of its own is not passed over in silence."""
+def test_the_fix_loads_the_other_checkpoint(root: Path, settings: dict[str, Any], advice: str) -> None:
+    """A damaged checkpoint of the run itself is never skipped silently, for any settings."""
     elsewhere = shutil.copytree(root, root.parent / "elsewhere")
     changed = {name: str(elsewhere) if value == "elsewhere" else value for name, value in settings.items()}
     with (root / "iter_0000011/.metadata").open("r+b") as file:
@@ -174,7 +174,7 @@ def test_what_to_type_begins_with_the_other_checkpoint(root: Path, settings: dic
     assert resume_fix(config, str(root), 10) == advice.format(root=root) + "checkpoint.ckpt_step=10"
 
 
-def test_a_run_says_which_file_is_damaged_and_goes_on_as_it_says(cli: Any, tmp_path: Path) -> None:
+def test_a_run_names_the_damaged_file_and_its_fix_works(cli: Any, tmp_path: Path) -> None:
     """The one before is damaged as well, so that the one before that is named."""
     run = tmp_path / "run"
     assert cli(*THREE)[0] == 0
@@ -193,7 +193,7 @@ def test_a_run_says_which_file_is_damaged_and_goes_on_as_it_says(cli: Any, tmp_p
 
 @slow
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json", CHECKSUMS])
-def test_a_run_says_which_file_is_damaged(cli: Any, tmp_path: Path, name: str) -> None:
+def test_a_run_names_the_damaged_file(cli: Any, tmp_path: Path, name: str) -> None:
     assert cli(*TWO)[0] == 0
     flip(tmp_path / "run/iter_0000002" / name, random.Random(6))
     measured = ["train.skip_train=true", "validation.eval_iters=1"]

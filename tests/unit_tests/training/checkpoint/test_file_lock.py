@@ -1,4 +1,4 @@
-"""One process at a time holds a file, whatever kind of lock its system has, and also when the file is deleted."""
+"""One process at a time locks a file, with either kind of lock, also if the file is deleted."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_forked_processes_do_not_hold_it(path: Path, kind: str, number: signal.S
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_on_a_deleted_file_is_none(path: Path, kind: str) -> None:
+def test_a_lock_on_a_deleted_file_does_not_count(path: Path, kind: str) -> None:
     lock = FileLock(path)
     assert lock.take() is None and lock.in_place
     path.unlink()
@@ -145,7 +145,7 @@ def test_a_file_that_is_replaced_while_it_is_taken_is_opened_again(path: Path, m
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_a_file_system_without_one_kind_has_the_other_or_says_so(
+def test_a_file_system_without_one_lock_type_uses_the_other_or_raises(
     path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*args: object) -> None:
@@ -160,7 +160,7 @@ def test_a_file_system_without_one_kind_has_the_other_or_says_so(
     lock.release()
 
 
-def test_a_file_system_that_fails_is_no_file_system_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_file_system_do_not_disable_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -1,4 +1,4 @@
-"""Runs that an earlier version wrote go on with this one, to the same numbers. See :mod:`tests.older_runs.make`."""
+"""Runs of an earlier version resume to the same numbers. See :mod:`tests.older_runs.make`."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from tests.older_runs.make import CASES, HERE, LAST, SAVED, arguments, numbers
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_older_run_goes_on_to_the_same_numbers(
+def test_an_older_run_resumes_to_the_same_numbers(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     shutil.copytree(HERE / name, tmp_path / "run")

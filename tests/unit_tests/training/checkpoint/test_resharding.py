@@ -1,4 +1,4 @@
-"""Going on under another layout: the same samples in the same order, the same loss within float32's noise."""
+"""Resuming under another layout: same samples in the same order, same loss within float32's rounding."""
 
 from contextlib import closing
 from dataclasses import asdict
@@ -75,23 +75,23 @@ slow = pytest.mark.slow
         pytest.param(EXPERTS | PLAIN, (2, EP2), (1, {}), id="experts, plain, to one rank", marks=slow),
     ],
 )
-def test_another_layout_goes_on_with_the_same_losses(
+def test_another_layout_resumes_with_the_same_losses(
     tmp_path: Path, model: dict[str, Any], before: tuple, after: tuple
 ) -> None:
     model = layers_for(model, before[1], after[1]) | model
-    undisturbed = run_ranks(train_losses, 1, model, 4)[0]
+    uninterrupted = run_ranks(train_losses, 1, model, 4)[0]
     run_ranks(save_after, before[0], model | before[1], str(tmp_path), 2)
     rest = run_ranks(resume, after[0], model | after[1], str(tmp_path), 2)[0]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-6
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 
-def test_a_plain_optimizer_in_bf16_goes_on_where_a_stage_has_no_experts(tmp_path: Path) -> None:
+def test_a_plain_optimizer_in_bf16_resumes_if_a_stage_has_no_experts(tmp_path: Path) -> None:
     """For an optimizer without parameters nothing is saved, and upstream looks for it."""
     first = {"model__moe_layer_freq": [1, 1, 0, 0], "mixed_precision__fp32": False, "mixed_precision__bf16": True}
     layout = MIXED | PLAIN | PP2 | EP2 | first
-    undisturbed = run_ranks(train_losses, 4, layout, 4)[0]
+    uninterrupted = run_ranks(train_losses, 4, layout, 4)[0]
     run_ranks(save_after, 4, layout, str(tmp_path), 2)
-    assert run_ranks(resume, 4, layout, str(tmp_path), 2)[0] == undisturbed[2:]
+    assert run_ranks(resume, 4, layout, str(tmp_path), 2)[0] == uninterrupted[2:]
 
 
 BF16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
@@ -106,16 +106,16 @@ EMBEDDING_ALONE = PP2 | {"model__num_layers": 1, "model__account_for_embedding_i
         pytest.param((1, {"model__num_layers": 1}), (2, EMBEDDING_ALONE), id="from one rank", marks=slow),
     ],
 )
-def test_a_plain_optimizer_in_bf16_goes_on_where_a_stage_is_an_embedding(
+def test_a_plain_optimizer_in_bf16_resumes_if_a_stage_is_an_embedding(
     before: tuple, after: tuple, tmp_path: Path
 ) -> None:
     """It has no parameters without weight decay: of that group nothing is saved, where other stages have some."""
-    undisturbed = run_ranks(train_losses, after[0], PLAIN | BF16 | after[1], 4)[0]
+    uninterrupted = run_ranks(train_losses, after[0], PLAIN | BF16 | after[1], 4)[0]
     run_ranks(save_after, before[0], PLAIN | BF16 | before[1], str(tmp_path), 2)
     rest = run_ranks(resume, after[0], PLAIN | BF16 | after[1], str(tmp_path), 2)[0]
     if before == after:
-        assert rest == undisturbed[2:]
-    assert max(worst_difference(rest, undisturbed[2:])) < 2e-3  # two steps in bf16 under the other layout
+        assert rest == uninterrupted[2:]
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-3  # two steps in bf16 under the other layout
 
 
 def packed_steps(
@@ -157,7 +157,7 @@ def per_rank(tokens: int) -> dict[str, Any]:
         pytest.param((4, per_rank(64) | TP2), (4, per_rank(64) | PP2), id="dynamic tp to pp", marks=slow),
     ],
 )
-def test_packed_runs_go_on_with_the_same_samples(tmp_path: Path, before: tuple, after: tuple) -> None:
+def test_packed_runs_resume_with_the_same_samples(tmp_path: Path, before: tuple, after: tuple) -> None:
     lengths = lengths_file(tmp_path)
     whole, order, _ = run_ranks(packed_steps, 1, lengths, BALANCED, str(tmp_path / "one"), None, 4)[0]
     first = run_ranks(packed_steps, before[0], lengths, before[1], str(tmp_path / "run"), None, 2)[0]
@@ -202,7 +202,7 @@ def test_how_its_experts_are_multiplied_makes_no_other_model(tmp_path: Path) -> 
         check_fits(tiny_config(**EXPERTS, model__moe_grouped_gemm=now), common, tmp_path, finetune=True)
 
 
-def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
+def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     """A disk that returns other bytes than were written; in the middle of the tensors, not in a header."""
     run_ranks(save_after, 1, {}, str(tmp_path), 1)
     shard = next((tmp_path / "iter_0000001").glob("__0_0.distcp"))
@@ -214,7 +214,7 @@ def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
         run_ranks(resume, 1, {}, str(tmp_path), 1)
 
 
-def test_layers_of_experts_may_be_said_in_two_ways(tmp_path: Path) -> None:
+def test_layers_of_experts_have_two_notations(tmp_path: Path) -> None:
     ones, alternating = {"model__moe_layer_freq": [1] * 4}, {"model__moe_layer_freq": [1, 0, 1, 0]}
     for saved, now in ((EXPERTS, ones), (EXPERTS | ones, {}), (EXPERTS | alternating, {"model__moe_layer_freq": 2})):
         common = {"format": 1, "config": asdict(tiny_config(**saved))}

@@ -1,4 +1,4 @@
-"""What the optimizer follows after resuming with another schedule, or other settings of its own."""
+"""The optimizer's settings after resuming with another schedule or other settings."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def resumed(overrides: dict[str, Any], folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def undisturbed(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+def uninterrupted(overrides: dict[str, Any]) -> list[dict[str, Any]]:
     """The same of a run that has followed one schedule from its beginning."""
     run, batches = start(tiny_config(**overrides))
     found = []
@@ -84,7 +84,7 @@ def test_settings_on_resume(tmp_path: Path, optimizer: dict[str, Any]) -> None:
         run_ranks(resumed, 1, SAVED | OTHER_SCHEDULE | optimizer, str(tmp_path))
     for followed, way in ((OTHER_SCHEDULE, OVERRIDE), (SAVED, AS_SAVED)):
         found = run_ranks(resumed, 1, OTHER_SCHEDULE | optimizer | of_its_own | way, str(tmp_path))[0]
-        assert found == run_ranks(undisturbed, 1, followed | optimizer | of_its_own)[0], way
+        assert found == run_ranks(uninterrupted, 1, followed | optimizer | of_its_own)[0], way
 
 
 def test_another_decay_of_the_last_steps_is_another_schedule(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_another_decay_of_the_last_steps_is_another_schedule(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("momenta", [(0.0, 0.9), (0.9, 0.0)])
-def test_a_momentum_that_begins_or_ends_is_told_before_anything_starts(
+def test_an_added_or_removed_momentum_is_reported_before_the_start(
     tmp_path: Path, momenta: tuple[float, float]
 ) -> None:
     run_ranks(save, 1, SGD | {"optimizer__sgd_momentum": momenta[0]}, str(tmp_path))
@@ -103,12 +103,12 @@ def test_a_momentum_that_begins_or_ends_is_told_before_anything_starts(
         RanksFailed, match=rf"optimizer.sgd_momentum is {momenta[1]} here and {momenta[0]} in the check"
     ):
         run_ranks(resumed, 1, SGD | {"optimizer__sgd_momentum": momenta[1]}, str(tmp_path))
-    # With a fresh optimizer it goes on.
+    # With a fresh optimizer it resumes.
     without = SGD | {"optimizer__sgd_momentum": momenta[1], "checkpoint__load_optim": False}
     run_ranks(resumed, 1, without, str(tmp_path))
 
 
-def test_a_schedule_of_its_own_length_is_not_the_runs(tmp_path: Path) -> None:
+def test_a_schedule_of_a_given_length_is_not_the_runs_length(tmp_path: Path) -> None:
     """What differs is named, and not also a longer run that does not matter."""
     length = {"scheduler__lr_decay_iters": 20}
     run_ranks(save, 1, length, str(tmp_path))

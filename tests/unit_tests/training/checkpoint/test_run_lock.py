@@ -1,5 +1,7 @@
-"""Two runs in one folder: the second waits for the first, goes on where it came to, or says whose the folder is. And
-one run in two folders, whose nodes do not share the one that it names."""
+"""Two runs in one folder: the second resumes after the first has ended, or fails and names the first.
+
+Also one run whose nodes do not share the folder that it names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def impatient() -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """A process that does this and nothing else, however it ends: not what pytest has left to do."""
+    """Fork a process that calls the function and exits in any case, without pytest's clean-up."""
     pid = os.fork()
     if not pid:
         try:
@@ -43,18 +45,18 @@ def forked(work: Callable[[], object]) -> int:
 
 
 class Other:
-    """A process that holds a folder until it is killed, or has done something."""
+    """Process that locks a folder until it is killed, or has called a function."""
 
     def __init__(self, folder: Path, last: Callable[[], object] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        held, tell = os.pipe()
+        held, ready = os.pipe()
 
         def hold() -> None:
             with (folder / LOCK).open("a+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)
                 file.write("process 7 on elsewhere")
                 file.flush()
-                os.write(tell, b".")
+                os.write(ready, b".")
                 (last or signal.pause)()
 
         self.pid = forked(hold)
@@ -65,7 +67,7 @@ class Other:
         os.waitpid(self.pid, 0)
 
 
-def test_a_second_run_is_told_whose_the_folder_is(cli: Any, tmp_path: Path) -> None:
+def test_a_second_run_gets_an_error_that_names_the_first(cli: Any, tmp_path: Path) -> None:
     other = Other(tmp_path / "run")
     try:
         code, text = cli(before=impatient)
@@ -82,7 +84,7 @@ def test_a_second_run_is_told_whose_the_folder_is(cli: Any, tmp_path: Path) -> N
     assert (tmp_path / "run" / LOCK).read_text() == ""
 
 
-def test_a_second_run_goes_on_where_the_first_came_to(cli: Any, tmp_path: Path) -> None:
+def test_a_second_run_resumes_where_the_first_ended(cli: Any, tmp_path: Path) -> None:
     """The first one's checkpoint appears while the second waits."""
     folder, first = tmp_path / "run", tmp_path / "first"
     code, text = cli(*TWO_STEPS)
@@ -117,7 +119,7 @@ def test_a_checkpoint_is_measured_while_another_run_writes(cli: Any, tmp_path: P
     assert code == 0 and "another run" not in text, text
 
 
-def test_without_locks_a_run_warns_and_goes_on(cli: Any, tmp_path: Path) -> None:
+def test_without_locks_a_run_warns_and_trains(cli: Any, tmp_path: Path) -> None:
     def no_locks(*args: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -130,7 +132,7 @@ def test_without_locks_a_run_warns_and_goes_on(cli: Any, tmp_path: Path) -> None
     assert "warning: checkpoint.save=" in warning and "a second run could write into this folder" in warning, text
 
 
-def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None:
+def test_an_unwritable_lock_is_reported(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "run" / LOCK).mkdir(parents=True)
     code, text = cli()
     assert (
@@ -140,7 +142,7 @@ def test_a_lock_that_cannot_be_written_says_so(cli: Any, tmp_path: Path) -> None
     ), text
 
 
-def test_a_run_gives_up_before_its_ranks_wait_in_vain_for_the_first(cli: Any, tmp_path: Path) -> None:
+def test_a_run_fails_before_ranks_time_out_waiting_for_the_first(cli: Any, tmp_path: Path) -> None:
     other = Other(tmp_path / "run")
     try:
         code, text = cli("dist.distributed_timeout_minutes=0.05")
@@ -186,13 +188,13 @@ def locks_of(inode: int, listed: str) -> str:
 
 
 def test_a_deleted_lock_is_taken_again_and_named(cli: Any, tmp_path: Path) -> None:
-    """Somebody deletes the run's folder while the run trains: a lock on a deleted file keeps nobody out."""
+    """The run's folder is deleted while the run trains: a lock on a deleted file excludes no other run."""
     code, text = cli(*TWO_STEPS, before=lambda: after_second_step(lambda: shutil.rmtree(tmp_path / "run")))
     assert code == 0 and "was deleted or moved during training. The run continues" in text, text
     assert latest_iteration(tmp_path / "run") == 2
 
 
-def test_a_run_whose_folder_another_took_does_not_save_there(cli: Any, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lock_does_not_save(cli: Any, tmp_path: Path) -> None:
     def replace() -> None:
         (tmp_path / "run").rename(tmp_path / "moved")
         (tmp_path / "other").write_text(str(Other(tmp_path / "run").pid))
@@ -219,14 +221,14 @@ def after_second_step(work: Callable[[], object]) -> None:
 
 
 def elsewhere() -> None:
-    """Rank 1 is on a node that has a folder of its own under the same name."""
+    """Simulate rank 1 on a node with another folder under the same name."""
     run_lock.VISIBILITY_TIMEOUT = 0.2
     if os.environ["RANK"] == "1":
         Path("elsewhere").mkdir()
         os.chdir("elsewhere")
 
 
-def test_nodes_that_do_not_share_the_folder_are_told_before_they_train(
+def test_nodes_without_a_shared_folder_fail_before_training(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Saving: in the background, out of space, killed at any moment; what is kept, and what is cleaned away."""
+"""Saving in the background, on a full disk, killed at any moment; what is kept, and what is deleted."""
 
 import os
 import resource
@@ -44,7 +44,7 @@ def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple
     return losses
 
 
-def test_a_writer_whose_rank_ended_before_it_began_writes_nothing(tmp_path: Path) -> None:
+def test_a_writer_of_an_exited_rank_writes_no_file(tmp_path: Path) -> None:
     """The kernel's signal for a parent's death does not come for one that has died already."""
     from megatron_cp.training.checkpoint import writer as checkpoint_writer
 
@@ -69,7 +69,7 @@ def resume_at(overrides: dict[str, Any], folder: str, iteration: int, steps: int
 @pytest.mark.parametrize(
     ("ranks", "overrides"), [(2, CP2), pytest.param(1, {}, marks=slow), pytest.param(2, PP2, marks=slow)]
 )
-def test_what_is_written_in_the_background_is_the_moment_of_saving(
+def test_background_saves_write_the_state_at_the_time_of_saving(
     tmp_path: Path, ranks: int, overrides: dict[str, Any]
 ) -> None:
     losses = run_ranks(save_in_the_background, ranks, overrides, str(tmp_path))[0]
@@ -154,8 +154,8 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
     messages = run_ranks(save_until_full, 2, str(small_disk), CP2 | overrides)
     failed = int(messages[0].split()[0])
     assert failed >= 2
-    said = f"iter_{failed:07d} could not be written; the latest is still iteration {failed - 1}"
-    assert all(said in text and "No space left" in text for text in messages), messages
+    expected = f"iter_{failed:07d} could not be written; the latest is still iteration {failed - 1}"
+    assert all(expected in text and "No space left" in text for text in messages), messages
     assert latest_iteration(small_disk) == failed - 1
     assert [name for name in names(small_disk) if "iter" in name] == [
         *(f"iter_{iteration:07d}" for iteration in range(1, failed)),
@@ -169,8 +169,8 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
 def test_a_file_that_cannot_grow_is_reported(tmp_path: Path, limit: int) -> None:
     """Whichever file it is: a rank's tensors, the index, or the name of the latest."""
     messages = run_ranks(save_with_file_limit, 2, str(tmp_path), limit)
-    said = "iter_0000001 could not be written; there is no earlier one"
-    assert all(said in text and "Error" in text for text in messages), messages
+    expected = "iter_0000001 could not be written; there is no earlier one"
+    assert all(expected in text and "Error" in text for text in messages), messages
     assert names(tmp_path) == []
 
 
@@ -324,7 +324,7 @@ def test_killed_at_any_file_operation_of_a_save(
         assert len(run_ranks(resume_at, ranks, layout, str(tmp_path), iteration, 1)[0]) == 1
 
 
-def test_files_that_are_there_are_what_the_index_says(tmp_path: Path) -> None:
+def test_existing_files_match_the_index(tmp_path: Path) -> None:
     run_ranks(save_once, 2, CP2, str(tmp_path))
     folder = tmp_path / "iter_0000001"
     assert damage(folder) == []
@@ -370,7 +370,7 @@ def without_optimizer(folder: str) -> list[float]:
     return [run.optimizer.param_groups[0]["lr"]]
 
 
-def go_on_without_optimizer(folder: str) -> list[float]:
+def resume_without_optimizer(folder: str) -> list[float]:
     run, _ = start(tiny_config(checkpoint__load_optim=False))
     load_checkpoint(run, folder, 1)
     return [run.optimizer.param_groups[0]["lr"]]
@@ -380,4 +380,4 @@ def test_weights_alone(tmp_path: Path) -> None:
     rate = run_ranks(without_optimizer, 1, str(tmp_path))
     with pytest.raises(RanksFailed, match=r"holds no optimizer state.*checkpoint.load_optim=false"):
         run_ranks(resume_at, 1, {}, str(tmp_path), 1, 1)
-    assert run_ranks(go_on_without_optimizer, 1, str(tmp_path)) == rate, "the schedule goes on where it was"
+    assert run_ranks(resume_without_optimizer, 1, str(tmp_path)) == rate, "the schedule goes on where it was"

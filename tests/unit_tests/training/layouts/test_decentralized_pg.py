@@ -1,4 +1,4 @@
-"""Process groups: real ones, built both ways, held against each other and against the layout."""
+"""Real process groups, built both ways, compared with each other and with the layout."""
 
 import itertools
 from typing import Any
@@ -187,7 +187,7 @@ def missing_level() -> None:
     build(config_of(cp=4, hcp=[2, 2], dist__use_decentralized_pg=True))
 
 
-def test_a_missing_group_is_noticed_at_once() -> None:
+def test_a_missing_group_fails_at_the_start() -> None:
     with pytest.raises(RanksFailed, match=rf"{RuntimeFault.__name__}: rank 0: process group hcp\[0\] holds ranks None"):
         run_ranks(missing_level, 4)
 

@@ -33,7 +33,7 @@ def of_layout(name: str, decentralized: bool, steps: int) -> list[tuple[float, f
     return results[0]
 
 
-# Of the transports on two ranks, which four ranks have too, and of what test_model_variants trains with a feature.
+# Transports on two ranks that cases on four ranks cover too, and layouts that test_model_variants trains.
 SLOW = ("cp2 all_gather", "cp2 a2a", "tp2 cp2", "pp2 cp2")
 
 
@@ -85,7 +85,7 @@ def test_decentralized_groups_train_bit_for_bit_like_the_mpu(name: str, steps: i
 
 
 def test_the_model_learns_and_the_mask_matters() -> None:
-    """Guards the comparisons above: a frozen model, or a mask that nobody reads, would pass them."""
+    """The comparisons above would pass with a frozen model or an unused mask."""
     losses = [loss for loss, _ in single_rank()]
     frozen = run_ranks(train_losses, 1, layers_for() | {"optimizer__lr": 1e-12, "optimizer__min_lr": 0.0}, MORE)[0]
     assert frozen[0][0] == losses[0] and abs(frozen[-1][0] - losses[-1]) > 1e-2
@@ -104,7 +104,7 @@ def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[fl
     "model", [MOE | {"model__mtp_num_layers": 1}, HYBRID_EXPERTS], ids=["experts and mtp", "hybrid"]
 )
 def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
-    """In every weight that is drawn; PyTorch's CPU generator forgets what a seed has beyond 32 bits."""
+    """Every initialized weight differs; PyTorch's CPU generator ignores a seed's bits beyond 32."""
     one, same, other = (run_ranks(first_weights, 1, model, seed)[0] for seed in (7, 7, 8))
     assert one == same
     drawn = [name for name, values in one.items() if len(set(values)) > 1]
@@ -113,7 +113,7 @@ def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_replicas_that_draw_weights_of_their_own_begin_with_the_firsts(distributed: bool) -> None:
+def test_replicas_start_with_the_weights_of_the_first(distributed: bool) -> None:
     drawn = CLASSIC | {"rng__data_parallel_random_init": True, "optimizer__use_distributed_optimizer": distributed}
     one = run_ranks(first_weights, 1, CLASSIC)[0]
     assert run_ranks(first_weights, 2, drawn) == [one, one]

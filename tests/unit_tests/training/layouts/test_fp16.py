@@ -1,4 +1,4 @@
-"""Training in fp16: close to float32, with a loss scale that is found, kept and resumed."""
+"""Training in fp16: close to float32, with a loss scale that adapts and is restored."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_it_trains_like_float32(size: int, layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("size", "layout"), SIZES, ids=["one rank", "cp2"])
-def test_steps_that_overflow_are_left_out_and_halve_the_scale(size: int, layout: dict[str, Any]) -> None:
+def test_steps_that_overflow_are_skipped_and_halve_the_scale(size: int, layout: dict[str, Any]) -> None:
     from_above = FP16 | layout | {"mixed_precision__initial_loss_scale": 2.0**20}
     for results in run_ranks(train, size, from_above, 12):
         scale = 2.0**20
@@ -62,13 +62,13 @@ def test_steps_that_overflow_are_left_out_and_halve_the_scale(size: int, layout:
         assert results[0][1] and not results[-1][1]
 
 
-def test_a_constant_scale_stays() -> None:
+def test_a_constant_scale_does_not_change() -> None:
     constant = FP16 | {"mixed_precision__loss_scale": 2.0**20}
     assert {(skipped, scale) for _, skipped, scale in run_ranks(train, 1, constant, 3)[0]} == {(True, 2.0**20)}
 
 
 def stuck(overrides: dict[str, Any]) -> tuple[int, str]:
-    """How many steps overflow before the run ends, and what it says."""
+    """Return the number of overflowing steps before the run ends, and its message."""
     run, batches = start(tiny_config(model__num_layers=2, **overrides))
     for step in range(3 * MAX_SKIPPED_IN_A_ROW):
         try:
@@ -100,7 +100,7 @@ def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], falling:
 @pytest.mark.parametrize(
     "distributed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["optimizer", "distributed optimizer"]
 )
-def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, distributed: bool) -> None:
+def test_a_resumed_run_restores_its_scale(tmp_path: Path, distributed: bool) -> None:
     """And with how many steps went well since it last changed, after which it doubles."""
     overrides = FP16 | CP2 | {"mixed_precision__loss_scale_window": 4}
     overrides |= {"optimizer__use_distributed_optimizer": distributed, "scheduler__lr_warmup_iters": 0}

@@ -147,7 +147,7 @@ def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
 
 
 def test_a_checkpoint_has_megatron_cores_names(tmp_path: Path) -> None:
-    """Those of its own mixer, whose input projection and convolution are saved in parts, and of fused norms."""
+    """Names of megatron-core's mixer, which saves input projection and convolution in parts, and of fused norms."""
     run_ranks(save_after, 2, HYBRID | TP2, str(tmp_path), 1)
     shapes = {key: tuple(x.size) for key, x in stored_tensors(tmp_path / "iter_0000001").items()}
     mixer = "decoder.layers.0.mixer."

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
     "selective recomputation, hcp": ({}, 4, CP4 | HCP | {"model__recompute_granularity": "selective"}),
     "overlapped reductions, dp2 cp2": ({}, 4, CP2 | OVERLAPPED),
-    # Of what is built on a CPU, only the learned positions are drawn from the ranks' own seeds.
+    # On a CPU, only learned positions are initialized with a different seed on each rank.
     "replicas' own seeds, dp2 cp2": (CLASSIC, 4, CP2 | {"rng__data_parallel_random_init": True}),
     "plain optimizer, dp2 cp2": ({}, 4, CP2 | {"optimizer__use_distributed_optimizer": False}),
     "larger microbatches, pp2 cp2": ({}, 4, PP2 | CP2 | {"train__micro_batch_size": 2}),
@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
         PP2 | VPP2 | CP2,
     ),
 }
-# Another layout of what the fast part has already, or a part of one of its models.
+# Other layouts of models in the fast part, or parts of its models.
 SLOW = (
     "mha, hcp",
     "sliding window, hcp",
@@ -279,9 +279,7 @@ def overlapping(overrides: dict[str, Any]) -> tuple[set[bool], int, list]:
     [(1, {}, False), (2, PP2 | VPP2, False), (2, TP2 | SP | MOE | ETP1, True), (2, {}, True)],
     ids=["one rank", "pp2 vpp2", "copies of experts alone", "dp2"],
 )
-def test_nothing_is_overlapped_where_no_parameter_has_copies(
-    ranks: int, overrides: dict[str, Any], expected: bool
-) -> None:
+def test_overlap_without_replicas_does_nothing(ranks: int, overrides: dict[str, Any], expected: bool) -> None:
     """Where there are none each collective of one rank would still be launched, in every bucket."""
     plain = run_ranks(overlapping, ranks, overrides)
     for (overlapped, buckets, results), (_, few, same) in zip(
@@ -291,7 +289,7 @@ def test_nothing_is_overlapped_where_no_parameter_has_copies(
 
 
 def precisions() -> tuple[set, set, set]:
-    """Data types of the parameters, of their gradients' sums and of what the optimizer updates."""
+    """Return the data types of the parameters, of gradient sums and of the optimizer's copies."""
     run, batches = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
     before = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
     train_step(run, next(batches).microbatches)  # the warm-up starts with a learning rate of zero
@@ -318,7 +316,7 @@ def test_bf16_stays_close_to_float32() -> None:
         assert 1e-6 < worst_loss < 5e-3, worst_loss
 
 
-def test_what_routers_are_told_counts() -> None:
+def test_router_settings_take_effect() -> None:
     """Guards the comparisons above: a balancing loss or a choice of groups that did nothing would pass them."""
     alone = run_ranks(train_losses, 1, MOE, 2)[0]
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
@@ -349,6 +347,6 @@ def biases_before_and_after() -> list[torch.Tensor]:
     return found
 
 
-def test_a_step_that_is_left_out_moves_no_bias() -> None:
+def test_a_skipped_step_moves_no_bias() -> None:
     ((start_value, stepped, left_out),) = run_ranks(biases_before_and_after, 1)
     assert not stepped.equal(start_value) and left_out.equal(stepped)

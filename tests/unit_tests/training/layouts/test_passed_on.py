@@ -1,4 +1,4 @@
-"""Settings that are passed on to megatron-core train like one rank, and change what is trained."""
+"""Settings passed to megatron-core train like one rank, and change the training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LION = {"optimizer__muon_scalar_optimizer": "lion"}
 DIVIDED = MUON | {"optimizer__muon_tp_mode": "distributed"}
 needs_muon = pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
 
-# Name -> what is trained, what it must differ from (None: what only the way of computing changes), and layouts of two.
+# Name -> settings, settings to differ from (None: only the way of computing changes), and layouts of two ranks.
 CASES: dict[str, tuple[Overrides, Overrides | None, list[Overrides]]] = {
     "output gate": ({"model__attention_output_gate": True}, {}, [TP2 | SP, CP2, PP2]),
     "norm without weights": ({"model__qk_l2_norm": True}, {}, [TP2 | SP, CP2, PP2]),
@@ -64,7 +64,7 @@ FAST = ("output gate", "muon, divided")
 
 
 def check(model: Overrides, other: Overrides | None, layouts: list[Overrides]) -> None:
-    """Two ranks train to one rank's losses and gradient norms, and to others than without the setting."""
+    """Check that two ranks train to one rank's losses and gradient norms, and that the setting changes them."""
     alone = run_ranks(train_losses, 1, model, STEPS)[0]
     without = run_ranks(train_losses, 1, other or {}, STEPS)[0]
     assert (worst_difference(alone, without)[0] < 1e-6) == (other is None)
@@ -93,7 +93,7 @@ def test_emerging_optimizers(name: str) -> None:
         pytest.param((2, {}), (1, {}), id="dp to one rank", marks=slow),
     ],
 )
-def test_muon_goes_on(before: tuple[int, Overrides], after: tuple[int, Overrides], tmp_path: Any) -> None:
+def test_muon_resumes(before: tuple[int, Overrides], after: tuple[int, Overrides], tmp_path: Any) -> None:
     whole = run_ranks(train_losses, 1, MUON, 4)[0]
     run_ranks(save_after, before[0], MUON | before[1], str(tmp_path), 2)
     resumed = run_ranks(resume, after[0], MUON | after[1], str(tmp_path), 2)[0]

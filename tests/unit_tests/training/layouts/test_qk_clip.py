@@ -28,7 +28,7 @@ Overrides = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 STEPS = 4
 CLIP = {"model__qk_clip": True, "model__qk_clip_threshold": 1.0, "model__qk_clip_alpha": 0.3}
-# Whose steps are as exact as its gradients: Adam's of a gradient near 0 are not.
+# An optimizer whose steps are as exact as the gradients. Adam's steps for gradients near 0 are not.
 SGD = {"optimizer__optimizer": "sgd", "optimizer__use_distributed_optimizer": False, "optimizer__lr": 0.1}
 ADAM = {"optimizer__optimizer": "adam", "optimizer__use_distributed_optimizer": True, "optimizer__lr": 1e-3}
 FAST = {"scheduler__lr_warmup_iters": 0, "model__num_layers": 2} | SGD
@@ -251,5 +251,5 @@ def skipped(threshold: float) -> list[bool]:
     return found
 
 
-def test_steps_with_large_gradients_are_left_out() -> None:
+def test_steps_with_large_gradients_are_skipped() -> None:
     assert run_ranks(skipped, 1, 0.01) == [[True, True]] and run_ranks(skipped, 1, 1e4) == [[False, False]]

@@ -1,4 +1,4 @@
-"""Steps of samples of one length: read one step ahead, the same samples in the same order, and none for nobody."""
+"""Steps of samples of one length: prefetched by one step, the same samples in the same order, none unused."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Numbered(torch.utils.data.Dataset):
 
 
 class Agreeing:
-    """In place of the checks among ranks: what this rank would tell of its batches."""
+    """Replace the checks among ranks: record the reports of this rank about its batches."""
 
     def __init__(self, run: Any) -> None:
         self.threads: set[threading.Thread] = set()
-        self.told: list[list[str]] = []
+        self.reports: list[list[str]] = []
 
     def problems_of(self, sliced: Any) -> list[str]:
         return []
 
     def check_on_all_ranks(self, checksum: int, problems: list[Problem]) -> None:
         self.threads.add(threading.current_thread())
-        self.told.append(list(map(str, problems)))
+        self.reports.append(list(map(str, problems)))
         if problems:
-            raise DataError(self.told[-1][0])
+            raise DataError(self.reports[-1][0])
 
 
 def open_static(dataset: Any, *, iteration: int = 0, training: bool = True, workers: int = 0) -> StaticSteps:
@@ -116,7 +116,7 @@ def walk_and_close(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_agree_in_the_main_thread_and_no_thread_stays(workers: int) -> None:
+def test_ranks_communicate_in_the_main_thread_and_threads_end(workers: int) -> None:
     run_ranks(walk_and_close, 1, workers)
 
 
@@ -128,17 +128,17 @@ def walk_and_let_go() -> None:
     del steps
     deadline = time.monotonic() + 60
     while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)  # the thread has told that it is done, and lets go
+        time.sleep(0.01)  # the thread has reported that it is done, and drops its references
     assert gone() is None and not multiprocessing.active_children()
 
 
-def test_steps_that_nobody_closes_end_with_who_held_them() -> None:
-    """Their processes would be waited for, for ever, as this one ends: they leave it to their rank to stop."""
+def test_unclosed_steps_end_with_their_owner() -> None:
+    """Otherwise the exit of this process would wait for its workers for ever."""
     run_ranks(walk_and_let_go, 1)
 
 
 @pytest.mark.parametrize(("iteration", "training", "last"), [(0, True, 6), (4, True, 6), (0, False, 3)])
-def test_nothing_is_read_for_nobody(iteration: int, training: bool, last: int) -> None:
+def test_only_trained_batches_are_read(iteration: int, training: bool, last: int) -> None:
     dataset = Numbered()
     with closing(open_static(dataset, iteration=iteration, training=training)) as steps:
         assert numbers(steps, last - iteration) == expected(iteration, last - iteration)
@@ -165,20 +165,20 @@ def test_the_state_is_of_the_steps_that_were_taken_and_found_with_no_thread_at_w
         (Numbered(length=2 * BATCH + 1), 2, "the data ends after 8 samples"),
     ],
 )
-def test_what_is_wrong_with_a_step_is_told_when_it_is_its_turn(dataset: Any, good: int, message: str) -> None:
+def test_an_error_of_a_step_is_raised_at_that_step(dataset: Any, good: int, message: str) -> None:
     with closing(open_static(dataset)) as steps:
         assert numbers(steps, good) == expected(0, good)
         with pytest.raises(DataError, match=message):
             next(steps)
-        assert steps._checks.told == [[]] * good + [[message]]  # type: ignore[attr-defined]
+        assert steps._checks.reports == [[]] * good + [[message]]  # type: ignore[attr-defined]
 
 
-def test_a_programs_own_fault_is_raised_as_it_is() -> None:
+def test_bugs_are_raised_unchanged() -> None:
     with closing(open_static(Numbered(damaged=BATCH, error=KeyError))) as steps:
         next(steps)
         with pytest.raises(KeyError, match="it is damaged"):
             next(steps)
-        assert steps._checks.told == [[]]  # type: ignore[attr-defined]
+        assert steps._checks.reports == [[]]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def slow() -> Iterator[Numbered]:
     yield Numbered(seconds=0.2)
 
 
-def test_closing_waits_for_what_is_being_read(slow: Numbered) -> None:
+def test_closing_waits_for_the_current_read(slow: Numbered) -> None:
     steps = open_static(slow)
     next(steps)
     steps.close()

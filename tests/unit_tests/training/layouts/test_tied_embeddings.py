@@ -57,9 +57,9 @@ def two_steps(overrides: dict[str, Any], folder: str, after: int) -> Losses:
 )
 def test_tied_embeddings_are_saved_and_loaded(tmp_path: Path, layout: dict, other_size: int, other: dict) -> None:
     """On four ranks, then on the same again, then on others: the same training as one rank's without a stop."""
-    undisturbed = run_ranks(train_losses, 1, TIED, 6)[0]
+    uninterrupted = run_ranks(train_losses, 1, TIED, 6)[0]
     losses: Losses = []
     for world_size, overrides, after in ((4, layout, 0), (4, layout, 2), (other_size, other, 4)):
         losses += run_ranks(two_steps, world_size, TIED | DECENTRALIZED | overrides, str(tmp_path), after)[0]
-    worst_loss, worst_norm = worst_difference(losses, undisturbed)
+    worst_loss, worst_norm = worst_difference(losses, uninterrupted)
     assert worst_loss < 2e-6 and worst_norm < 2e-6, (worst_loss, worst_norm)

@@ -1,4 +1,4 @@
-"""The transport that each attention layer is built for, where microbatches are sliced and the model is not."""
+"""The transport of each attention layer, with sliced microbatches and an unsliced model."""
 
 from __future__ import annotations
 

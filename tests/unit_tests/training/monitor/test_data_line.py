@@ -1,4 +1,4 @@
-"""Every run logs one ``data:`` line at its start, whatever it is started for."""
+"""Every run logs one ``data:`` line at its start, for every kind of start."""
 
 from pathlib import Path
 from typing import Any

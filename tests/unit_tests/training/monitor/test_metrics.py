@@ -1,4 +1,4 @@
-"""What a run tells: phases, log line, live line, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Output of a run: phases, log line, live line, metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """Clock that advances only when set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -83,7 +83,7 @@ def test_phases_add_up_and_inner_ones_are_taken_from_outer_ones(on_gpu: bool, mo
     assert {name: value for name, value in phases.read().items() if value} == pytest.approx({"other": 6})
 
 
-def test_a_phase_that_fails_ends_and_is_remembered_for_whoever_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_phase_ends_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Clock(monkeypatch)
     phases = Phases(on_gpu=False)
     with pytest.raises(ValueError, match="inside"), phases("data"), phases("schedule"):
@@ -113,25 +113,25 @@ def test_phases_cost_next_to_nothing() -> None:
 
 
 class Device:
-    """Stands in for CUDA's events on a device that does what it is told later, on a clock of its own."""
+    """Replace CUDA's events by a device that runs work later, on its own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[Any] = []
+        self.recorded: list[Any] = []
         self.done = 0
         monkeypatch.setattr(torch.cuda, "Event", self._event)
 
     def _event(self, enable_timing: bool) -> Any:
-        event = types.SimpleNamespace(query=lambda: self.told.index(event) < self.done)
-        event.record = lambda: self.told.append(event)
+        event = types.SimpleNamespace(query=lambda: self.recorded.index(event) < self.done)
+        event.record = lambda: self.recorded.append(event)
         event.elapsed_time = lambda end: self._milliseconds_between(event, end)
         return event
 
     def _milliseconds_between(self, begin: Any, end: Any) -> float:
         assert begin.query() and end.query(), "asked for before it is done"
-        return 1e3 * (self.told.index(end) - self.told.index(begin))
+        return 1e3 * (self.recorded.index(end) - self.recorded.index(begin))
 
 
-def test_on_a_gpu_nobody_waits_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_phases_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     phases = Phases(on_gpu=True)  # the first event
     with phases("data"):
@@ -140,15 +140,15 @@ def test_on_a_gpu_nobody_waits_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> N
         device.done = 4  # up to the border before the pass forward
         assert phases.read() == {"other": 2, "data": 1}
         assert phases.read() == {}
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     with phases("optimizer"):
         pass
     assert phases.read() == {"forward_backward": 3}, "in parts, of which readings are borders"
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     phases.forget()
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     assert phases.read() == {}
-    device.done = len(device.told)
+    device.done = len(device.recorded)
     assert phases.read() == {"other": 1}
 
 
@@ -209,7 +209,7 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
     assert {"timers_s/forward_backward", "peak_memory_bytes", "validation_loss", "checkpoint_time_s"} <= tags
 
 
-def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) -> None:
+def test_evaluations_on_other_settings_are_marked_and_not_plotted(tmp_path: Path) -> None:
     reporter = Reporter(LoggerConfig(), 3, tmp_path, 3, trains=False, unlike={"dataset.random_seed": 7})
     reporter.evaluation(3, "validation", 4.5)
     reporter.close()
@@ -218,7 +218,7 @@ def test_evaluations_unlike_the_runs_are_marked_and_in_no_chart(tmp_path: Path) 
     assert not any(b"validation_loss" in path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
 
 
-def test_a_number_that_is_none_is_null_in_the_lines(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_null_in_the_lines(tmp_path: Path) -> None:
     reporter = Reporter(LoggerConfig(tensorboard=False), 10, tmp_path)
     reporter.step(step(1, lm_loss=float("nan"), grad_norm=float("inf")))
     reporter.close()
@@ -248,7 +248,7 @@ def test_lines_are_dropped_wherever_they_are(tmp_path: Path) -> None:
         assert path.read_text() == lines(*range(1, last + 1))
 
 
-def test_a_look_at_an_older_checkpoint_leaves_the_lines(tmp_path: Path) -> None:
+def test_evaluating_an_older_checkpoint_keeps_the_lines(tmp_path: Path) -> None:
     """It trains nothing, and nothing takes the place of what would be dropped."""
     report(tmp_path, steps=range(1, 15), tensorboard=False)
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -256,7 +256,7 @@ def test_a_look_at_an_older_checkpoint_leaves_the_lines(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().startswith(before)
 
 
-def test_a_run_that_begins_anew_has_one_curve(tmp_path: Path) -> None:
+def test_a_restarted_run_has_one_curve(tmp_path: Path) -> None:
     """Its first attempt ended before the first checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -282,7 +282,7 @@ class FakeRun:
 def test_weights_and_biases_gets_the_numbers_and_one_run_over_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in, which shows what is asked of wandb and not that wandb takes it: for that the next test."""
+    """A stand-in records calls of wandb. The next test checks that wandb accepts them."""
     runs: list[FakeRun] = []
     stand_in = types.ModuleType("wandb")
     stand_in.init = lambda **arguments: runs.append(FakeRun(arguments)) or runs[-1]  # type: ignore[attr-defined]
@@ -300,7 +300,7 @@ def test_weights_and_biases_gets_the_numbers_and_one_run_over_restarts(
     assert first.logged[0][1]["lm_loss"] == 5.0 and "timers_s/data" in first.logged[0][1]
 
 
-def test_a_run_goes_on_without_weights_and_biases(
+def test_a_run_continues_without_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(**arguments: Any) -> None:
@@ -314,7 +314,7 @@ def test_a_run_goes_on_without_weights_and_biases(
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_a_run_goes_on_without_weights_and_biases_that_fail_later(
+def test_a_run_continues_if_weights_and_biases_fails_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Run:
@@ -343,14 +343,14 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def on_a_terminal(folder: str) -> None:
-    """In a forked rank, whose standard error becomes a terminal of 110 columns."""
+    """Run in a forked rank with a terminal of 110 columns as standard error."""
     from megatron_cp.training.monitor import metrics
 
     leader, follower = pty.openpty()
     os.environ.update(COLUMNS="110", TERM="xterm-256color")
     os.dup2(follower, 2)
     sys.stderr = os.fdopen(2, "w")
-    metrics.console.cache_clear()  # one that an earlier test of this process made knows no terminal
+    metrics.console.cache_clear()  # a handler of an earlier test in this process has no terminal
     assert metrics.shows_progress_line("auto")
     reporter = Reporter(LoggerConfig(log_interval=1000, tensorboard=False), 10, Path(folder))
     for iteration in range(1, 6):
@@ -368,25 +368,23 @@ def test_the_live_line_has_loss_tokens_and_time_left(tmp_path: Path) -> None:
     run_ranks(on_a_terminal, 1, str(tmp_path))
 
 
-def test_off_a_terminal_there_is_no_live_line_but_the_time_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_terminal_the_log_has_the_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress="auto", tensorboard=False)
     lines = [line for line in caplog.messages if line.startswith("iteration")]
     assert len(lines) == 3 and all("left 0:00:0" in line for line in lines)
 
 
-@pytest.mark.parametrize(("progress", "told"), [("plain", 3), ("none", 0)])
-def test_no_progress_is_no_lines_of_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, told: int
+@pytest.mark.parametrize(("progress", "expected"), [("plain", 3), ("none", 0)])
+def test_without_progress_there_are_no_step_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, expected: int
 ) -> None:
-    """On a terminal as elsewhere; what is not a step's is told, and the steps' numbers are written."""
+    """With and without a terminal. Other lines are logged, and numbers of steps are written."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)
     assert not shows_progress_line(progress)
-    assert sum(line.startswith("iteration") for line in caplog.messages) == told
+    assert sum(line.startswith("iteration") for line in caplog.messages) == expected
     assert "validation loss at iteration 3: 4.500000" in caplog.messages
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert len(lines) == 4 and lines[2]["timers_s"] == INTERVAL.seconds

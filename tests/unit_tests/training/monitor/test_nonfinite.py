@@ -1,4 +1,4 @@
-"""NaN and infinity: named with rank, microbatch and layer, skipped or stopped at, and never trained on."""
+"""NaN and infinity are reported with rank, microbatch and layer, skipped or fatal, and never trained on."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, TP2, VPP2
 def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> Any:
     """Put a nan into one element of a module's output, or an infinity into its gradient, on one rank.
 
-    Counts microbatches anew after each step's passes, the second look's too. Returns what ends it.
+    Counts microbatches from zero after each pass of a step, the second pass too. Returns the final error.
     """
     if int(os.environ["RANK"]) != rank:
         return lambda: None
@@ -96,7 +96,7 @@ def test_rank_microbatch_and_layer_are_named(
 
 
 def skipping(overrides: dict[str, Any], passing: bool) -> tuple[list[float], str]:
-    """Losses of steps of which the second is poisoned; and what ends them if it does not pass."""
+    """Return losses of steps whose second has NaN, and the error if NaN persists."""
     run, batches = start(tiny_config(train__on_nonfinite="skip", **overrides))
     losses = [train_step(run, next(batches).microbatches).loss]
     end = poison(run, 0, "decoder.layers.1.mlp.linear_fc1", 1, True)
@@ -121,12 +121,12 @@ def without_the_second(overrides: dict[str, Any]) -> list[float]:
     return losses + [train_step(run, next(batches).microbatches).loss for _ in range(2)]
 
 
-def test_a_skipped_step_is_as_if_its_batch_had_not_been_there() -> None:
+def test_a_skipped_step_equals_training_without_its_batch() -> None:
     losses, _ = run_ranks(skipping, 2, CP2, True)[0]
     assert losses == run_ranks(without_the_second, 2, CP2)[0]
 
 
-def test_what_does_not_pass_ends_the_run() -> None:
+def test_too_many_skipped_steps_end_the_run() -> None:
     _, text = run_ranks(skipping, 2, CP2, False)[0]
     assert f"{MAX_SKIPPED_IN_A_ROW} steps in a row were skipped" in text, text
 
@@ -166,12 +166,12 @@ def passing_fault() -> str:
     return "no fault"
 
 
-def test_what_does_not_come_again_is_said_so() -> None:
+def test_a_fault_that_does_not_repeat_is_reported_as_such() -> None:
     assert all("a second pass over the same microbatches" in text for text in run_ranks(passing_fault, 2))
 
 
 def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[float, float]]:
-    """Steps on samples whose tokens from ``last_unmasked`` on do not count: before slicing, equal in every layout."""
+    """Train on samples whose tokens from ``last_unmasked`` on are masked: before slicing, equal in every layout."""
     from megatron_cp.data.batch_iterator import BatchIterator
 
     original = BatchIterator.__next__
@@ -200,8 +200,8 @@ def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
         assert worst_loss < 2e-6 and worst_norm < 2e-6
 
 
-def test_a_step_without_a_loss_moves_nothing() -> None:
-    """Not even a router, whose own losses would be divided by no tokens."""
+def test_a_step_without_a_loss_changes_no_weights() -> None:
+    """Not even a router, whose losses would be divided by zero tokens."""
     router = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 48, "model__moe_aux_loss_coeff": 0.1}
 
     def trained(unmasked: int) -> tuple[bool, float]:
@@ -234,7 +234,7 @@ def test_a_gradient_that_a_layer_has_added_itself_is_looked_at_in_the_sum(
     assert [sighting.where for sighting in seen] == ["nan in the gradient of output_layer.weight"] * found
 
 
-def test_spikes_are_told_from_noise_and_trends() -> None:
+def test_spikes_are_distinguished_from_noise_and_trends() -> None:
     torch.manual_seed(0)
     noise = torch.randn(2000).tolist()
     falling = SpikeWatch(10.0)

@@ -1,4 +1,4 @@
-"""The number of parameters that a run announces is the model's, whatever the layout."""
+"""The logged number of parameters is the model's, under every layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Profiles: of the chosen steps, on the chosen ranks, with the phases' names in them."""
+"""Profiles of the chosen steps and ranks, with names of phases."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_trace_of_the_chosen_steps_and_ranks(cli: Any, tmp_path: Path) -> None
     assert "evaluation" not in seen and "checkpoint" not in seen
 
 
-def test_a_run_that_ends_early_leaves_what_it_has(cli: Any, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_writes_a_partial_trace(cli: Any, tmp_path: Path) -> None:
     code, text = cli("train.train_iters=4", "train.exit_interval=2", "profiling.use_pytorch_profiler=true", *STEPS)
     assert code == 0, text
     (trace,) = (tmp_path / "run" / "profile").iterdir()
     assert trace.name == "rank0_iterations_2-2.json.gz" and names(trace)["forward_backward"] == 1
 
 
-def test_without_it_there_is_none(tmp_path: Path) -> None:
+def test_without_the_setting_there_is_no_profile(tmp_path: Path) -> None:
     profiler = Profiler(ProfilingConfig(), tmp_path, 0, Phases())
     for done in range(20):
         with profiler.step(done):
@@ -58,7 +58,7 @@ def test_without_it_there_is_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_trace_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("in the way")
     settings = ProfilingConfig(use_pytorch_profiler=True, profile_step_start=0, profile_step_end=1)
     profiler = Profiler(settings, tmp_path, 0, Phases())
@@ -118,7 +118,9 @@ def test_nvtx_ranges_in_every_step_of_the_chosen_ranks(tmp_path: Path, monkeypat
         (["logger.wandb_exp_name=a"], "K42", "warning", "logger.wandb_project"),
     ],
 )
-def test_what_cannot_be_profiled_is_said_before(overrides: list[str], rule: str, severity: str, field: str) -> None:
+def test_profiles_that_cannot_work_are_refused_before_the_start(
+    overrides: list[str], rule: str, severity: str, field: str
+) -> None:
     config = load_recipe("llama_tiny_pretrain_config", ["profiling.use_pytorch_profiler=true", *overrides])
     found = [(v.rule, v.severity, v.field) for v in check(config, 4, environment="cpu")]
     assert (rule, severity, field) in found

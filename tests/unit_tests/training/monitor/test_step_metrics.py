@@ -1,4 +1,4 @@
-"""Logged numbers are those of their step: what it trained with, its MFU, and a line that fits."""
+"""Logged numbers belong to their step: its training values, its MFU, and a line that fits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Recorded:
         return found
 
 
-def test_what_is_written_of_a_step_is_what_it_trained_with(cli: Any, tmp_path: Path) -> None:
+def test_metrics_of_a_step_are_the_values_it_trained_with(cli: Any, tmp_path: Path) -> None:
     """With overflows, while rate, weight decay and loss scale change, and after a resume."""
     recorded = Recorded(tmp_path / "recorded.jsonl")
     for more in (["train.exit_interval=5"], []):
@@ -150,7 +150,7 @@ def test_a_log_line() -> None:
     assert expected.items() <= parse(line).items() and "left 0:01:33" in line
 
 
-def test_the_first_rate_of_a_warmup_is_shown_as_zero() -> None:
+def test_the_first_rate_of_a_warmup_is_logged_as_zero() -> None:
     assert "| lr: 0 |" in log_line([replace(LAST, learning_rate=0.0)], 100, 93.0)
 
 
@@ -202,7 +202,7 @@ def test_every_line_fits_160_characters_and_keeps_what_matters_most() -> None:
 
 
 def measured_peaks() -> tuple[float, float, bool]:
-    """The peak of float32 products, beside products that are timed here, and whether torch's random state stays."""
+    """Return the peak of float32 products, products timed here, and whether torch's random state is unchanged."""
     import time
 
     before = torch.random.get_rng_state()

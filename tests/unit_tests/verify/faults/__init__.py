@@ -1,6 +1,6 @@
-"""Faults to plant in the verified layout alone: each one line of code that somebody could have written.
+"""Faults to plant in the verified layout only: each is one line of code that someone could write by mistake.
 
-``FAULTS`` holds them by name. Each answers with a patch that is in force while the layout is measured on its ranks, not
+``FAULTS`` contains them by name. Each returns a patch that is active while the layout is measured on its ranks, not
 while the reference is.
 """
 

@@ -1,4 +1,4 @@
-"""Faults of attention, of positions and of what else passes along the sequence."""
+"""Faults of attention, of positions and of other exchanges along the sequence."""
 
 import functools
 from collections.abc import Callable

@@ -98,7 +98,7 @@ def padding_under_the_loss() -> Patch:
 
 
 def _loss(change: Callable[[torch.Tensor, torch.Tensor, Any], Any]) -> Patch:
-    """Change what the loss function returns: (loss mask, losses, what it returned) -> what it returns."""
+    """Patch the result of the loss function: (loss mask, losses, old result) -> new result."""
 
     def wrap(original: Callable) -> Callable:
         def changed_loss(mask: Any, weights: Any, losses: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults of what reduces gradients over ranks, and of what pipeline stages pass on."""
+"""Faults of gradient reduction over ranks, and of messages between pipeline stages."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Faults of the optimizer, of its schedule, and of what gathers the weights that its ranks changed."""
+"""Faults of the optimizer, of its schedule, and of gathering updated weights."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ Patch = AbstractContextManager[Any]
 
 
 def _scheduler(change: Callable[[Any], None]) -> Patch:
-    """Change the scheduler that a run is built with, and let it set what it changes."""
+    """Patch the scheduler of a run, and let it set the changed values."""
 
     def wrap(build: Callable) -> Callable:
         def built(*args: Any, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is known of a planted fault: what it does, where it is planted, what the verdict must say."""
+"""Properties of a planted fault: its effect, its place, the expected verdict."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ class Fault(NamedTuple):
 
 FAULTS: dict[str, Fault] = {}
 
-# What verdicts say, by the part that they point to.
+# Texts of verdicts, by the part that they name.
 PROBE = "the groups do not communicate correctly"
 FORWARD = "the first forward pass differs in"
 REPORTED = "token losses match, but the reported loss differs"

@@ -1,4 +1,4 @@
-"""Faults that verify cannot see, so that its documentation can say so."""
+"""Faults that verify cannot detect, for its documentation."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

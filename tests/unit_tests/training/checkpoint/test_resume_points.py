@@ -1,4 +1,4 @@
-"""A run that was told how to begin goes on where it has come when the same command is given again."""
+"""The same command resumes a run from its latest checkpoint, however the run first started."""
 
 import re
 import shutil
@@ -32,19 +32,19 @@ def test_after_it_went_back_to_an_older_checkpoint(cli: Any, tmp_path: Path) -> 
     code, text = cli(*back)
     assert code == 0 and f"resumed from iteration 3 of {run}" in text, text
     assert "checkpoint.ckpt_step=2: this run started there and has newer checkpoints" in text, text
-    code, text = cli(*back, "optimizer.clip_grad=0.5")  # somebody tries something else from there
+    code, text = cli(*back, "optimizer.clip_grad=0.5")  # an experiment that starts from there
     assert code == 0 and f"resumed from iteration 2 of {run}" in text, text
 
 
 def test_after_it_began_with_a_fresh_optimizer(cli: Any, tmp_path: Path) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     begin = [*SCHEDULE, "checkpoint.load_optim=false", "train.train_iters=4", "checkpoint.save_interval=2"]
-    code, text = cli(*begin, f"checkpoint.save={undisturbed}")
+    code, text = cli(*begin, f"checkpoint.save={uninterrupted}")
     assert code == 0, text
     for stop in ("train.exit_interval=2", "train.exit_interval=2"):
         code, text = cli(*begin, stop)
         assert code == 0 and "optimizer state not loaded" not in text, text
-    assert losses(run) == losses(undisturbed)
+    assert losses(run) == losses(uninterrupted)
     code, text = cli(*begin, "train.train_iters=5")
     assert code == 0 and "optimizer state not loaded (checkpoint.load_optim=false)" in text, text
 
@@ -77,8 +77,8 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
             find_resume_point(config)
 
 
-def test_settings_that_came_later_count_as_they_are_by_default() -> None:
-    """Else a run that began as it says would begin once more after an update of the program."""
+def test_newer_settings_have_their_defaults() -> None:
+    """Otherwise an update of the program would make a run start again from its first start point."""
     config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
     saved = asdict(config)
     assert is_own_checkpoint(config, {"config": saved})
@@ -94,8 +94,8 @@ def test_settings_that_came_later_count_as_they_are_by_default() -> None:
     assert not is_own_checkpoint(config, {})
 
 
-def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None:
-    """Their losses are those that the run had there, whatever schedule and layout the look is taken with."""
+def test_reading_checkpoints_changes_no_file(cli: Any, tmp_path: Path) -> None:
+    """Their losses equal those of the run, for any schedule and layout of the evaluation."""
     run = tmp_path / "run"
 
     def held_out(name: str = "validation_loss") -> dict[int, list[float]]:
@@ -125,7 +125,7 @@ def test_a_look_at_checkpoints_changes_nothing(cli: Any, tmp_path: Path) -> None
     losses, tests = held_out(), held_out("test_loss")
     assert losses[4][0] == losses[4][1] and abs(losses[2][0] - losses[2][1]) < 2e-6 * losses[2][0]
     assert tests[4][0] == tests[4][1] and list(tests) == [4, 2]
-    # Other data, another run's weights, and a finished run that is started again: told apart.
+    # Other data, another run's weights, and a finished run started again are distinguished.
     code, text = cli(*look, "dataset.random_seed=7")
     assert code == 0 and "validation loss at iteration 4, dataset.random_seed=7: " in text, text
     elsewhere = tmp_path / "elsewhere"
