@@ -1,13 +1,13 @@
-"""What a device sustains in training, as a ``Device`` of ``megatron_cp/dynamic_cp/cost.py``: the presets' numbers.
+"""What a device sustains in training, as a device file of ``megatron_cp/estimate/devices``.
 
     python benchmarks/device_rates.py                                                # a GPU: the 8B model's widths
     python benchmarks/device_rates.py --model tiny --sizes 64,256,1024 --chunk 1024  # what a CPU can do, to try it
 
 Steps of one rank over samples of each size are timed with few and with many microbatches of one sample each, taking
-turns; the difference, which has no optimizer in it, is what the microbatches cost. The cost model that dynamic context
-parallelism would begin with is fitted to these times (``Calibrator``), and what its terms came to is printed as rates:
-FLOP/s of attention and of everything else, and seconds of a microbatch and layer whatever it holds. What needs several
-devices, bytes a second and the latency of an exchange, stays as it was.
+turns; the difference, which has no optimizer in it, is what the microbatches cost. The cost model that the time model
+derives from the device's preset is fitted to these times (``Calibrator``). Printed are the preset's rates times what
+its terms changed by: FLOP/s of attention; matrix products and memory bandwidth; launches. What needs several devices,
+bytes a second and the latency of an exchange, stays as it was. ``--gpu FILE`` of ``megatron-cp plan`` reads the output.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of, running, seconds_of
 from megatron_cp.config.flags import add_overrides
 from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
-from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, Device
-from megatron_cp.estimate.flops import numbered_layer_types
+from megatron_cp.dynamic_cp.cost import CostModel
+from megatron_cp.estimate.device import Device
 from megatron_cp.parallel.device import stop_distributed
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.job import device_of
+from megatron_cp.rules.remedies import Case
 from megatron_cp.training.monitor.metrics import start_logging
-from megatron_cp.training.packed.scheduling import device_name, model_cost
+from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.step import train_step
 
 FEW = 1
 BOUND = 100.0  # times and parts of what the presets say that a rate may be, beside the whole's speed
 
 
-def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[float], CostModel, int]:
-    """What a sample of ``size`` tokens costs in each round, what the model costs by the presets, and its layers."""
+def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[float], CostModel]:
+    """What a sample of ``size`` tokens costs in each round, and the model's costs by the preset."""
     many = argparse.Namespace(**vars(options) | {"tokens": size * options.microbatches})
     config = config_of(options.model, size, options.attention, options.recompute, many)
     found = []
@@ -47,19 +51,25 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
             batch = next(steps).microbatches
             few, all_of_them = (seconds_of(partial(train_step, run, part)) for part in (batch[:FEW], batch))
             found.append((all_of_them - few) / (len(batch) - FEW))
-    cost = model_cost(run.config.model, run.config.dataset.seq_length)
-    return found[options.warm_up :], cost, len(numbered_layer_types(config.model))
+    return found[options.warm_up :], model_cost(Case(run.config, 1, None, Environment.detect()))
 
 
-def rates(before: Device, prior: CostModel, fit: Fit, layers: int) -> Device:
-    """The device that the fitted cost model is of, where ``prior`` was derived from ``before``."""
-    return replace(
-        before,
-        attention_flops=before.attention_flops * prior.quadratic / fit.cost.quadratic,
-        matmul_flops=before.matmul_flops * prior.linear / fit.cost.linear,
-        launch_seconds=fit.cost.per_microbatch / layers,
-        call_seconds=before.call_seconds * fit.cost.per_sample / prior.per_sample if prior.per_sample else 0.0,
-    )
+def rates(before: Device, prior: CostModel, fit: Fit) -> dict[str, Any]:
+    """The device file that the fitted cost model amounts to, where ``prior`` was derived from ``before``."""
+
+    def factor(term: str) -> float:
+        return getattr(fit.cost, term) / getattr(prior, term) if getattr(prior, term) else 1.0
+
+    efficiency = {name: value / factor("linear") for name, value in before.matmul_efficiency.items()}
+    return {
+        "base": before.name,
+        "attention_flops": [rate / factor("quadratic") for rate in before.attention_flops],
+        "matmul_efficiency": efficiency,
+        "memory_bandwidth": before.memory_bandwidth / factor("linear"),
+        "launch_seconds": before.launch_seconds * factor("per_microbatch"),
+        "kernel_seconds": before.kernel_seconds * factor("per_microbatch"),
+        "call_seconds": before.call_seconds * factor("per_sample"),
+    }
 
 
 def main() -> None:
@@ -75,11 +85,11 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="pairs of steps before them")
     options = parser.parse_args()
     start_logging(1, False)  # only warnings
-    before = DEVICES[device_name()]
-    calibrator, prior, layers = None, None, 0
+    before = device_of(Environment.detect())
+    calibrator, prior = None, None
     print("| tokens | seconds a microbatch |\n|---|---|")
     for size in options.sizes or [512, 1024, 2048, 4096, 8192, 16384, 32768]:
-        seconds, prior, layers = seconds_a_microbatch(size, options)
+        seconds, prior = seconds_a_microbatch(size, options)
         calibrator = calibrator or Calibrator(prior, bound=BOUND)
         for each in seconds:
             calibrator.observe([([size], 1)], each)
@@ -87,10 +97,10 @@ def main() -> None:
     assert calibrator is not None and prior is not None
     fit = calibrator.fit()
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\n{where}, torch {torch.__version__}: {100 * fit.residual:.1f} % off in the median")
+    print(f"\n# {where}, torch {torch.__version__}: {100 * fit.residual:.1f} % off in the median")
     if fit.at_bound:
-        print(f"no good fit: these wanted to be further from the presets than they may: {', '.join(fit.at_bound)}")
-    print(rates(before, prior, fit, layers))
+        print(f"# no good fit: these wanted to be further from the presets than they may: {', '.join(fit.at_bound)}")
+    print(yaml.safe_dump(rates(before, prior, fit), sort_keys=False))
     stop_distributed()
 
 

@@ -49,6 +49,8 @@ from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.remedies import Case
 from megatron_cp.training.batches import Steps
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.open_steps import open_steps
@@ -147,8 +149,8 @@ def calibrated(*ways: Way) -> Fit:
     Together they ran samples of all lengths on groups of all sizes.
     """
     states = [way.steps.state_dict()["calibration"] for way in ways]
-    config = ways[0].run.config
-    calibrator = Calibrator(model_cost(config.model, config.dataset.seq_length))
+    run = ways[0].run
+    calibrator = Calibrator(model_cost(Case(run.config, run.layout.world_size, None, Environment.detect())))
     for work, seconds in (one for state in states for one in state["observed"]):
         calibrator.observe(work, seconds)
     return calibrator.fit()

@@ -26,10 +26,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.dynamic_cp_baselines import greedy, lower_bound, shipped_scheduler, shipped_seconds
-from megatron_cp.dynamic_cp import PRESETS, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.analysis.report import padding_fraction
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
+from megatron_cp.estimate.cost_presets import NAMES, cost_preset
 
 # Distribution, longest sample, ranks, tokens a rank, samples.
 GRID = [
@@ -91,7 +92,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def balance(cost_name: str, seeds: int, step: int) -> bool:
     """Print the imbalance of every scheduler on the grid. Return whether all targets are met."""
-    cost = PRESETS[cost_name]
+    cost = cost_preset(cost_name)
     table: dict[tuple[str, str], list[float]] = defaultdict(list)
     up_to_256: dict[str, list[float]] = defaultdict(list)
     to_bound: dict[bool, list[float]] = {True: [], False: []}
@@ -162,8 +163,8 @@ def against_greedy(seeds: int, step: int) -> bool:
     for distribution, longest, ranks, tokens, count in GRID[::step]:
         for seed in range(seeds):
             lengths = sample_lengths(distribution, count, longest, seed)
-            plan = greedy(lengths, ranks, tokens, PRESETS["h100_8b"])  # the rule does not look at the cost model
-            for name, cost in PRESETS.items():
+            plan = greedy(lengths, ranks, tokens, cost_preset("h100_8b"))  # the rule does not look at the cost model
+            for name, cost in ((name, cost_preset(name)) for name in NAMES):
                 for mode, options in MODES.items():
                     keeping = options(ranks)
                     ours = schedule(lengths, ranks, tokens, cost=cost, **keeping)
@@ -172,7 +173,7 @@ def against_greedy(seeds: int, step: int) -> bool:
                     ratios[name, mode].append((ratio, f"{distribution} G={ranks} m={tokens} n={count} seed {seed}"))
     print(f"Seconds over the greedy rule's: geometric mean, worst case\n\n| cost | {' | '.join(MODES)} | where |")
     print(f"|---|{'---|' * len(MODES)}---|")
-    for name in PRESETS:
+    for name in NAMES:
         cells = []
         for mode in MODES:
             ours_to_greedy = ratios[name, mode]
@@ -195,7 +196,7 @@ def against_static(seeds: int, step: int) -> bool:
             else:
                 lengths = sample_lengths(distribution, count, longest, seed)
             for name in ("h100_8b", "h200_8b", "h100_moe3b", "a100_moe3b"):
-                cost = PRESETS[name]
+                cost = cost_preset(name)
                 static = schedule_fixed_cp(lengths, ranks, tokens, cost=cost)
                 for sync in SHARING_EXPERTS:
                     ours = schedule(lengths, ranks, tokens, cost=cost, sync_ranks=sync)
@@ -227,7 +228,7 @@ def scheduling_time(cost_name: str) -> bool:
 
     Return whether the targets at G=1024, n=4096 are met.
     """
-    cost = PRESETS[cost_name]
+    cost = cost_preset(cost_name)
     print("CPU milliseconds, documents <= 128K, m = 8192\n")
     names = " | ".join([*MODES, "megatron-core 0.19.2", "its time / dense", "its time / slowest"])
     print(f"| G | n | {names} |\n|---|---|{'---|' * 7}")
@@ -252,7 +253,7 @@ def scheduling_time(cost_name: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["balance", "greedy", "static", "time"], default="balance")
-    parser.add_argument("--cost", choices=sorted(PRESETS), default="h100_8b")
+    parser.add_argument("--cost", choices=NAMES, default="h100_8b")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="every third configuration, one seed")
     args = parser.parse_args()

@@ -24,8 +24,6 @@ from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_o
 from megatron_cp.data.lengths import lengths_of
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS
 from megatron_cp.estimate.device import Device, device_names, load_device
-from megatron_cp.estimate.memory import memory_estimate
-from megatron_cp.estimate.time import time_estimate
 from megatron_cp.parallel.layout import MOST_RANKS
 from megatron_cp.planner.figures import Figures, Setup
 from megatron_cp.planner.found import Found, Models, changes
@@ -113,7 +111,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Seque
     recipe, case, changed = _case(parser, args, environment_of(device, node), node)
     check_vocabulary(case)
     fixed = set(flat(parse_overrides(args.overrides))) | given(args).keys()
-    models = Models(memory_estimate, lambda job: time_estimate(job, device, node))
+    models = Models.on(device, node)
     usable = device.memory * NEARLY_FULL
     base, train, model = flat(case.config.given()), case.config.train, case.config.model
     case = with_settings(case, {NAME.train.check_memory: False})  # the search compares memory itself

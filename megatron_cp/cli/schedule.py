@@ -17,11 +17,11 @@ from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.data.lengths import lengths_from
 from megatron_cp.dynamic_cp.analysis.recorded import RecordedStep, read_step
 from megatron_cp.dynamic_cp.analysis.report import as_text, report
-from megatron_cp.dynamic_cp.cost import PRESETS
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, sample_lengths
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp, smallest_cp_size
 from megatron_cp.dynamic_cp.scheduler.problem import TooLongError
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
+from megatron_cp.estimate.cost_presets import NAMES, cost_preset
 from megatron_cp.parallel.layout import MOST_RANKS
 
 # Limits reject a mistyped number at once; these values take seconds to minutes.
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--static-cp-size", type=int, help="CP size to compare with (default: the run's or the smallest that fits)"
     )
-    parser.add_argument("--cost", choices=sorted(PRESETS), help="cost model (default: h100_8b)")
+    parser.add_argument("--cost", choices=NAMES, help="cost model (default: h100_8b)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the schedule itself as JSON")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the timeline")
@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
         return _show_run(args)
     if args.ranks is None:
         raise ValueError("--ranks is missing: data parallel size times context parallel size. Fix: --ranks 64")
-    (lengths, cut), cost = _lengths(args), PRESETS[args.cost]
+    (lengths, cut), cost = _lengths(args), cost_preset(args.cost)
     settings = {"microbatch_multiple": args.microbatch_multiple}
     settings |= {"sync_ranks": args.sync_ranks or 1, "pipeline_size": args.pipeline_size or 1}
     limits = {"min_cp_size": args.min_cp_size, "sequence_parallel_size": args.sequence_parallel_size}

@@ -42,6 +42,7 @@ class Device:
     intra_bandwidth, inter_bandwidth: bytes/s per GPU within a node and between nodes.
     intra_latency, inter_latency: seconds per message or two-rank collective; n ranks take log2(n) times as long.
     overlap: fraction of each group's communication that computation can hide.
+    call_seconds: host time of an attention call and layer, if each sample of a pack needs calls of its own (on CPUs).
     """
 
     name: str
@@ -63,6 +64,7 @@ class Device:
     intra_latency: float = 18e-6
     inter_latency: float = 30e-6
     overlap: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
+    call_seconds: float = 0.0
 
     def matmul_rate(self, number_format: str) -> float:
         """Return the sustained FLOP/s of large matrix products.
@@ -77,6 +79,21 @@ class Device:
 def device_names() -> list[str]:
     """Return the names of the presets."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def preset_for(name: str | None, capability: float | None, memory_gib: float | None) -> str:
+    """Return the preset for a GPU: by its name, else by compute capability and memory.
+
+    Unknown GPUs get ``h100``.
+    """
+    if found := [preset for preset in device_names() if name and preset in name.lower()]:
+        return max(found, key=len)  # gb200 also contains b200
+    memory = memory_gib or 0.0
+    if capability is not None and capability < 9:
+        return "a100"
+    if capability is not None and capability >= 10:
+        return "b300" if memory > 200 else "b200"
+    return "h200" if memory > 100 else "h100"
 
 
 def load_device(name_or_path: str) -> Device:

@@ -116,6 +116,13 @@ def on_shared_cores(
     return {kind: seconds * rounds for kind, seconds in work.items()} | {k: v * left for k, v in waits.items()}
 
 
+def microbatch_seconds(job: Job, device: Device, gpus_per_node: int | None = None) -> tuple[float, float]:
+    """Estimate seconds of a microbatch on the slowest stage, and of its exposed context parallel messages."""
+    stages = _stages(job, _rank(job, device, Links(device, gpus_per_node or device.gpus_per_node)))
+    slowest = max(stages, key=lambda stage: stage.seconds(device))
+    return slowest.seconds(device), slowest.passes.forward.cp + slowest.backward.cp
+
+
 def _documents(job: Job) -> tuple[tuple[int, ...], int]:
     """Return lengths, and how many times a microbatch has documents of these lengths."""
     return (job.lengths, 1) if job.lengths else ((job.model.seq_length or 1,), job.micro_batch_size)

@@ -169,7 +169,7 @@ class Search:
         case, lengths = self._case(settings), self._space.lengths
         if lengths is not None:
             self._simulated += 1
-            return packed_time(case, lengths, self._models.time)
+            return packed_time(case, lengths, self._models)
         job = job_of(case)
         assert job is not None
         return self._models.time(job)

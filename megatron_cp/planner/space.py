@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cp.attention.transports.registry import RING, TRANSPORTS
+from megatron_cp.attention.transports.registry import RING
+from megatron_cp.attention.transports.select import choices
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
@@ -191,11 +192,9 @@ class Space:
         if cp == 1:
             yield {name: self._values(name, [RING.name])[0], sizes: None}
             return
-        for transport in TRANSPORTS.values():
-            levels = [[inner, cp // inner] for inner in divisors(cp) if 1 < inner < cp]
-            for level in levels if transport.hierarchical else [None]:
-                if self._keeps_fixed(found := {name: transport.name, sizes: level}):
-                    yield found
+        for transport, levels in choices(cp):
+            if self._keeps_fixed(found := {name: transport, sizes: levels}):
+                yield found
 
     def savings(self, grid: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[Settings]:
         """Return memory savings from none to all, roughly by increasing cost in time."""

@@ -18,6 +18,7 @@ from megatron_cp.dynamic_cp.analysis.recorded import read_step
 from megatron_cp.estimate.device import Device
 from megatron_cp.estimate.fit import SCALARS, Fit, fit_device
 from megatron_cp.estimate.time import time_estimate
+from megatron_cp.planner.found import Models
 from megatron_cp.planner.packed import packed_time
 from megatron_cp.planner.request import environment_of
 from megatron_cp.report.runs import LoggedRun, number_of, read_runs
@@ -55,11 +56,8 @@ class MeasuredRun:
     def predict(self, device: Device, gpus_per_node: int) -> float:
         """Estimate the seconds of a step on ``device``."""
         if self.batches:
-            own = replace(device, cores=0)
-            steps = [
-                packed_time(self.case, each, lambda job: time_estimate(job, own, gpus_per_node), device.cores)
-                for each in self.batches
-            ]
+            models = Models.on(device, gpus_per_node)
+            steps = [packed_time(self.case, each, models) for each in self.batches]
             return mean(each.seconds for each in steps)
         job = job_of(self.case)
         assert job is not None  # see measured_run

@@ -35,6 +35,7 @@ class Environment:
     gpus_per_node: int | None = None
     compute_capability: float | None = None  # 9.0 is Hopper, 10.0 Blackwell
     gpu_memory_gib: float | None = None  # of the GPU that has least
+    gpu: str | None = None  # name of the first GPU
     transformer_engine: str | None = None
     flash_attn: str | None = None
     mamba_ssm: str | None = None
@@ -55,6 +56,7 @@ class Environment:
             gpus_per_node=max(gpus, launcher.local_world_size() or 1) if gpus else None,  # a rank may see only one GPU
             compute_capability=capability,
             gpu_memory_gib=_gpu_memory() if gpus else None,
+            gpu=_gpu_name() if gpus else None,
             transformer_engine=installed_version("transformer-engine"),
             flash_attn=installed_version("flash-attn"),
             mamba_ssm=installed_version("mamba-ssm"),
@@ -145,6 +147,12 @@ def _gpus() -> tuple[int, float | None]:
         return 0, None
     number = len(driver.gpus)
     return number if visible is None else min(number, len(visible.split(","))), driver.gpus[0].compute_capability
+
+
+def _gpu_name() -> str | None:
+    """Return the name of the first GPU; None without a driver."""
+    driver = read_driver()
+    return driver.gpus[0].name if driver and driver.gpus else None
 
 
 def _gpu_memory() -> float | None:

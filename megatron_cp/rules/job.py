@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megatron_cp.estimate.device import Device, load_device, preset_for
 from megatron_cp.estimate.job import Gemm, Job
 from megatron_cp.models.vocabulary import known_vocab_size
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
+
+_VOCABULARY = 32768  # assumed if only a tokenizer's file has the size
 
 
 def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
@@ -35,6 +41,29 @@ def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
         _gemm(case),
         lengths if packed else None,
     )
+
+
+def assumed_job(case: Case) -> Job:
+    """Return the job of a finalized configuration, with an assumed vocabulary if it is unknown.
+
+    Good enough to compare transports and packs, which the vocabulary does not depend on.
+
+    Raises:
+        ValueError: the layout is impossible.
+    """
+    config = case.config
+    if known_vocab_size(config.model, config.tokenizer) is None:
+        config = replace(config, model=replace(config.model, vocab_size=_VOCABULARY))
+    job = job_of(replace(case, config=config))
+    assert job is not None
+    return job
+
+
+def device_of(environment: Environment) -> Device:
+    """Return the device preset of an environment."""
+    if environment.device == "cpu":
+        return load_device("cpu")
+    return load_device(preset_for(environment.gpu, environment.compute_capability, environment.gpu_memory_gib))
 
 
 def _gemm(case: Case) -> Gemm:

@@ -7,12 +7,17 @@ from collections.abc import Collection
 
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_window
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
-from megatron_cp.attention.transports.select import select_transport
+from megatron_cp.attention.transports.select import Choice, possible_transports
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
+from megatron_cp.estimate.time import time_estimate
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.job import assumed_job, device_of
+from megatron_cp.rules.remedies import Case
+
+_MOST_SHOWN = 4  # transports in the reason for a choice
 
 
 def ranks_to_check(config: RunConfig, asked: int | None) -> int:
@@ -79,39 +84,63 @@ def resolve_auto(
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
         except ValueError:
             return config, None
-    resolved = dataclasses.replace(
-        model,
-        cp_comm_type=replaced(model.cp_comm_type, transport),
-        hierarchical_context_parallel_sizes=given or sizes,
-    )
-    what = f"{transport} {sizes}" if sizes else transport
-    return dataclasses.replace(config, model=resolved), f"{NAME.model.cp_comm_type}=auto is {what}: {reason}"
+    resolved = _with_transport(config, (transport, given or sizes))
+    return resolved, f"{NAME.model.cp_comm_type}=auto is {_shown((transport, sizes))}: {reason}"
 
 
 def _selected(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[str, list[int] | None, str]:
-    """Return (and raise) what :func:`select_transport` does for this configuration."""
+    """Return the fastest possible transport by the time model, its sizes, and the reason.
+
+    Raises:
+        ValueError: as :func:`possible_transports`.
+    """
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
-    by_heads = dataclasses.replace(
-        model,
-        cp_comm_type=replaced(model.cp_comm_type, ALL_TO_ALL.name),
-        hierarchical_context_parallel_sizes=None,
-    )
-    packed = packed_sizes(by_heads, config.dist, world_size)
-    return select_transport(
+    packed = packed_sizes(_with_transport(config, (ALL_TO_ALL.name, None)).model, config.dist, world_size)
+    found, restricted = possible_transports(
         model.num_attention_heads,
         model.kv_heads,
         model.tensor_model_parallel_size,
         model.context_parallel_size,
-        node,
-        seq_length=model.seq_length,
         window=has_window(model),
         softmax_offset=model.softmax_type != "vanilla",
         transformer_engine=backend_in(environment, model, packed, config.mixed_precision.fp32)[0] == "te",
         packed_sizes=packed,
     )
+    if len(found) == 1:
+        return *found[0], restricted or "no other transport is possible"
+    device = device_of(environment)
+    try:
+        seconds = [
+            time_estimate(
+                assumed_job(Case(_with_transport(config, each), world_size, node, environment)), device, node
+            ).seconds
+            for each in found
+        ]
+    except (ValueError, ArithmeticError, LookupError):  # sizes that the rules refuse
+        return *found[0], "the first that is possible; these sizes have no time estimate"
+    # Four digits: ranks on other kinds of CPU must not choose by the last one. Then the order of preference decides.
+    ranked = sorted(zip(seconds, found, strict=True), key=lambda pair: float(f"{pair[0]:.4g}"))
+    shown = ", ".join(f"{_shown(each)} {time:.3g} s" for time, each in ranked[:_MOST_SHOWN])
+    reason = f"the fastest of {len(found)} by the estimated step time on {device.name}: {shown}"
+    return *ranked[0][1], "; ".join(filter(None, (reason, restricted)))
+
+
+def _with_transport(config: RunConfig, choice: Choice) -> RunConfig:
+    """Return the configuration with ``auto`` replaced by a choice."""
+    model, (transport, sizes) = config.model, choice
+    model = dataclasses.replace(
+        model, cp_comm_type=replaced(model.cp_comm_type, transport), hierarchical_context_parallel_sizes=sizes
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def _shown(choice: Choice) -> str:
+    """Return a transport with its sizes, for instance ``a2a+p2p [4, 2]``."""
+    transport, sizes = choice
+    return f"{transport} {sizes}" if sizes else transport
 
 
 def replaced(kinds: str | list[str], right: str, wrong: str = "auto") -> str | list[str]:

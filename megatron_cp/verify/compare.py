@@ -128,7 +128,7 @@ def compare_with_single_rank(layout: RunConfig, reference: RunConfig) -> Compari
     started = time.monotonic()
     alone = build_single_rank_groups(reference.dist.distributed_timeout_minutes)
     ranks = layout_of(layout.model, layout.dist, dist.get_world_size())
-    found = measure(reference, alone, scheduler=same_packs(layout.model, ranks, layout.dataset.seq_length))
+    found = measure(reference, alone, scheduler=same_packs(layout, ranks))
     found.steps, found.rates, found.token_losses = broadcast_object((found.steps, found.rates, found.token_losses))
     if dist.get_rank() != 0:
         found.weights, found.gradients, found.updates = [], [], []

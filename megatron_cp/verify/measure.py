@@ -21,6 +21,8 @@ from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.remedies import Case
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, make_schedule, model_cost
 from megatron_cp.training.setup import Run, setup
@@ -83,14 +85,16 @@ def measure(
         run.close()
 
 
-def same_packs(model: ModelConfig, layout: RankLayout, longest: int) -> Scheduler | None:
+def same_packs(config: RunConfig, layout: RankLayout) -> Scheduler | None:
     """Return a single-rank scheduler with the packs of ``layout``, if it packs.
 
-    A router's balancing loss depends on which samples share a pack. ``longest``: maximum tokens of a sample.
+    A router's balancing loss depends on which samples share a pack.
     """
+    model = config.model
     if model.sequence_packing_scheduler is None:
         return None
-    make, cost = partial(make_schedule, model, layout), model_cost(model, longest)
+    make = partial(make_schedule, model, layout)
+    cost = model_cost(Case(config, layout.world_size, None, Environment.detect()))
 
     def schedule(lengths: Any, _: CostModel) -> Schedule:
         packs = [group.sample_ids for row in make(lengths, cost).microbatches for group in row]

@@ -2,7 +2,7 @@
 
 During the first iterations all ranks' working times are gathered. Rank 0 then fits the model and broadcasts the result,
 which stays fixed. The model is saved with every checkpoint, so a resumed run makes the same schedules. In another
-layout, or with another prior model, the saved numbers are invalid, and the run calibrates again.
+layout, or on another device, the saved numbers are invalid, and the run calibrates again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.job import device_of
 from megatron_cp.training.monitor.work_clock import WorkClock
 from megatron_cp.training.packed.scheduling import is_lockstep
 from megatron_cp.training.setup import Run
@@ -23,6 +25,7 @@ from megatron_cp.training.setup import Run
 logger = logging.getLogger(__name__)
 
 WARM_UP = 2  # first iterations of a process: allocate, compile, connect
+_NOT_IN_OLDER = ("transport", "ranks_per_node", "device")  # states of older versions
 POOR_FIT = 0.3  # median relative error above which schedules may be unbalanced
 
 
@@ -36,12 +39,14 @@ class CostTracker:
     def __init__(self, run: Run, prior: CostModel, active: bool) -> None:
         model = run.config.model
         self._run = run
+        # Every rank needs the same bits, and CPUs of different kinds round differently: rank 0's numbers are used.
+        prior, device = broadcast_object((prior, device_of(Environment.detect()).name), run.all_ranks)
         self._prior = prior
         self.cost = prior
         self._first = run.progress.iteration
         iterations = model.dynamic_context_parallel_calibration_iters if active and not is_lockstep(model) else 0
         self._needed = max(1, iterations - WARM_UP) if iterations else 0
-        # A fitted model holds only for these sizes and this prior.
+        # A saved model holds only for these. The prior does not count: a new version may derive other numbers.
         self._valid_for = {
             "ranks": run.all_ranks.size(),
             "tp": model.tensor_model_parallel_size,
@@ -49,7 +54,9 @@ class CostTracker:
             "ep": model.expert_model_parallel_size,
             "etp": model.expert_tensor_parallel_size,
             "cp_comm_type": model.cp_comm_type,
-            "prior": asdict(prior),
+            "transport": prior.transport,
+            "ranks_per_node": prior.ranks_per_node,
+            "device": device,
         }
         self._measured = 0  # iterations
         self._observed: list[tuple[list[tuple[list[int], int]], float]] = []
@@ -122,10 +129,20 @@ class CostTracker:
         Returns:
             False, with nothing changed, if the saved model does not fit this run.
         """
-        if state is None or state.get("of") != self._valid_for:
+        if state is None or not self._holds(state.get("of", {})):
             return False
         self.cost = CostModel(**state["cost"])
         self._measured, self._observed = state["measured"], list(state["observed"])
         if self._measured >= self._needed:
             self._run.work_clock = None
         return True
+
+    def _holds(self, of: dict[str, Any]) -> bool:
+        """Return whether a model saved with ``of`` holds for this run.
+
+        Older versions saved the prior instead of the transport, the ranks per node and the device.
+        """
+        if "prior" in of:
+            older = {name: value for name, value in self._valid_for.items() if name not in _NOT_IN_OLDER}
+            return older == {name: value for name, value in of.items() if name != "prior"}
+        return of == self._valid_for

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from megatron_cp.attention.transports.registry import cost_transport
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.dynamic_cp.cost import DEVICES, CostModel, ModelShape, cost_model
+from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.dynamic_cp.types import Schedule
-from megatron_cp.estimate.flops import (
-    flops_per_pair,
-    flops_per_token,
-    head_dims,
-    numbered_layer_types,
-    pairs_of_samples,
-)
+from megatron_cp.estimate.prices import prices
 from megatron_cp.parallel.layout import RankLayout
+from megatron_cp.rules.job import assumed_job, device_of
+from megatron_cp.rules.remedies import Case
 
 
 def is_lockstep(model: ModelConfig) -> bool:
@@ -76,55 +69,12 @@ def sync_ranks(layout: RankLayout) -> int:
     return sharing if domain % sharing == 0 else domain
 
 
-def device_name() -> str:
-    """Return the key of :data:`DEVICES` for this machine."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return next((key for key in DEVICES if key in name), "H100")
+def model_cost(case: Case) -> CostModel:
+    """Return the cost model of a run, from the time model.
 
-
-def model_cost(model: ModelConfig, longest: int) -> CostModel:
-    """Return the analytic cost model of a model on this machine.
-
-    ``longest``: tokens of the longest sample.
+    A fit with numpy: another kind of CPU may get other last digits.
     """
-    device = DEVICES[device_name()]
-    layers = numbered_layer_types(model)
-    attending = sum("*" in parts for _, parts in layers)
-    per_token = flops_per_token(model, model.vocab_size or 32768)
-    growing, constant = _keys_seen(model, longest, per_token)
-    shape = ModelShape(
-        layers=len(layers),
-        attention_heads=model.num_attention_heads,
-        kv_heads=model.kv_heads,
-        head_dim=sum(head_dims(model)) / 2,
-        active_parameters=per_token / 2,
-        attention_layers=attending,
-        causal_share=2 * growing / max(1, attending),
-        seen_keys=constant / max(1, attending),
-    )
-    return cost_model(
-        shape,
-        device,
-        tensor_parallel_size=model.tensor_model_parallel_size,
-        transport=cost_transport(model.transports),
-    )
-
-
-def _keys_seen(model: ModelConfig, longest: int, per_token: int) -> tuple[float, float]:
-    """Fit ``a * s + b`` to the keys that a token of a sample of s tokens sees.
-
-    Summed over the layers; exact without sliding windows. With windows the fit has the least squared error relative to
-    a sample's whole cost. The fit covers the longest sample, half of it, a quarter, and so on; below a 128th attention
-    hardly counts. Uses Python floats, because every rank must get the same bits on any CPU.
-    """
-    per_pair = flops_per_pair(model)
-    ss = st = tt = sp = tp = 0.0
-    lengths = [max(1, max(2, longest) >> halvings) for halvings in range(8)]
-    for length, pairs in zip(lengths, pairs_of_samples(model, lengths).tolist(), strict=True):
-        whole = pairs * per_pair + length * per_token
-        square, token, target = length * length / whole, length / whole, pairs / whole
-        ss, st, tt = ss + square * square, st + square * token, tt + token * token
-        sp, tp = sp + square * target, tp + token * target
-    determinant = ss * tt - st * st
-    # Rounding can turn a zero negative, for example if a token sees only itself.
-    return max(0.0, (sp * tt - tp * st) / determinant), max(0.0, (ss * tp - st * sp) / determinant)
+    config, environment = case.config, case.environment
+    job = assumed_job(case)
+    longest = max(config.dataset.seq_length, config.model.max_seqlen_per_dp_cp_rank or 1)
+    return prices(job, longest, device_of(environment), environment.gpus_per_node)

@@ -13,6 +13,8 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.rules.environment import Environment
+from megatron_cp.rules.remedies import Case
 from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
@@ -73,7 +75,8 @@ class PackedSteps:
             layout = layout_of(model, config.dist, run.all_ranks.size())
         assert run.dynamic_groups is not None
         self._run = run
-        self._costs = CostTracker(run, model_cost(model, config.dataset.seq_length), active=training)
+        case = Case(replace(config, model=model), layout.world_size, None, Environment.detect())
+        self._costs = CostTracker(run, model_cost(case), active=training)
         self._size = size
         self._plan: StepPlan | None = None
         self._batches = DynamicBatches(

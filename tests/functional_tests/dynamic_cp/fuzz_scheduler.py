@@ -10,8 +10,9 @@ import sys
 import time
 from typing import Any
 
-from megatron_cp.dynamic_cp import PRESETS, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
+from megatron_cp.estimate.cost_presets import NAMES, cost_preset
 from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
 
@@ -48,7 +49,7 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
         "pipeline_size": rng.choice([1, 1, 2, 4]),
         "microbatch_multiple": rng.choice([1, 1, 2, 4, 8]),
         "sequence_parallel_size": sequence_parallel,
-        "cost": PRESETS[rng.choice(sorted(PRESETS))],
+        "cost": cost_preset(rng.choice(NAMES)),
     }
 
 

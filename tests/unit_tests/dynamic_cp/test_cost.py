@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from megatron_cp.dynamic_cp import PRESETS, CostModel
-from megatron_cp.dynamic_cp.cost import Device, ModelShape, cost_model
 
 
 def formula(cost, lengths, c):
@@ -45,32 +44,11 @@ def test_ideal_is_one_rank_without_overhead():
     assert cost.ideal_seconds([5000, 70]) == pytest.approx(bare.seconds([5000, 70], 1))
 
 
-def test_presets_follow_from_their_derivation():
-    """The rounded constants of the H100 presets are what first principles give."""
-    h100 = Device(attention_flops=350e12, matmul_flops=400e12, intra_bytes=300e9, inter_bytes=45e9)
-    derived = {
-        "h100_8b": cost_model(ModelShape(32, 32, 8, 128, 8.0e9), h100),
-        "h100_moe3b": cost_model(ModelShape(48, 32, 4, 128, 3.0e9), h100),
-    }
-    for name, cost in derived.items():
-        for field in ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step"):
-            assert getattr(cost, field) == pytest.approx(getattr(PRESETS[name], field), rel=0.08), (name, field)
-
-
 def test_all_to_all_moves_a_share_in_one_step_and_hides_nothing():
-    cost, lengths, c = PRESETS["h100_8b_a2a"], [120_000, 4000], 8
+    cost, lengths, c = dataclasses.replace(PRESETS["h100_8b"], transport="a2a"), [120_000, 4000], 8
     compute = formula(dataclasses.replace(cost, kv_intra=0, ring_step=0), lengths, c)
     moved = cost.kv_intra * sum(lengths) * (c - 1) / c / c
     assert cost.seconds(lengths, c) == pytest.approx(compute + moved + cost.ring_step)
-    assert cost.kv_intra == pytest.approx(5 * PRESETS["h100_8b"].kv_intra, rel=0.02)  # also queries and outputs
-
-
-def test_tensor_parallelism_divides_work_and_takes_the_node():
-    shape, device = ModelShape(80, 64, 8, 128, 70e9), Device(350e12, 400e12, 300e9, 45e9)
-    one, eight = cost_model(shape, device), cost_model(shape, device, tensor_parallel_size=8)
-    assert eight.quadratic == pytest.approx(one.quadratic / 8)
-    assert eight.linear == pytest.approx(one.linear / 8)
-    assert (one.ranks_per_node, eight.ranks_per_node) == (8, 1)
 
 
 def test_a_schedule_adapts_to_the_topology():

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
+from megatron_cp.estimate.device import load_device
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.planner.found import Models
 from megatron_cp.planner.request import Amount, amount, model_recipe
@@ -69,11 +70,7 @@ def test_the_search_finds_what_trying_everything_finds():
     """The queue of least times leaves nothing faster out."""
     config = load_recipe("llama32_1b_pretrain_config", ["train.global_batch_size=16", "train.check_memory=false"])
     case = Case(config, 8, 4, dataclasses.replace(Environment.of("gpu"), gpus_per_node=4))
-    from megatron_cp.estimate.device import load_device
-    from megatron_cp.estimate.time import time_estimate
-
-    device = load_device("h100")
-    models = Models(memory_estimate, lambda job: time_estimate(job, device, 4))
+    models = Models.on(load_device("h100"), 4)
     space, capacity = Space(case, (), 4), 30e9
     search = Search(space, capacity, models)
     best = search.run(1).fitting[0]

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import device_rates, gpu_attention, gpu_pretrain
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of
+from megatron_cp.config.recipes import load_recipe
 from megatron_cp.dynamic_cp.calibration import Calibrator
-from megatron_cp.dynamic_cp.cost import DEVICES, ModelShape, cost_model
+from megatron_cp.estimate.device import load_device
+from megatron_cp.estimate.prices import prices
 from megatron_cp.report.traces import read_trace
-from megatron_cp.rules import check
+from megatron_cp.rules import Environment, check
+from megatron_cp.rules.job import job_of
+from megatron_cp.rules.remedies import Case
 from tests.ranks import run_ranks
 
 
@@ -109,30 +114,42 @@ def test_kernels_that_cannot_compute_a_shape_are_left_out(capsys: pytest.Capture
         gpu_attention.usable({"ours": (missing, given)})
 
 
-def test_the_rates_of_a_device_are_fitted_to_its_times() -> None:
-    shape = ModelShape(layers=4, attention_heads=32, kv_heads=8, head_dim=128, active_parameters=1.4e9)
-    device = replace(DEVICES["H200"], attention_flops=520e12, matmul_flops=610e12, launch_seconds=0.2e-3)
-    prior, true = cost_model(shape, DEVICES["H200"]), cost_model(shape, device)
+def test_the_rates_of_a_device_are_fitted_to_its_times(tmp_path: Path) -> None:
+    config = load_recipe("llama31_8b_pretrain_config", ["model.num_layers=4", "model.context_parallel_size=1"])
+    job = job_of(Case(config, 1, 8, Environment.of("gpu")))
+    assert job is not None
+    before = load_device("h200")
+    efficiency = {name: 0.8 * value for name, value in before.matmul_efficiency.items()}
+    device = replace(
+        before,
+        attention_flops=(6e14, 4.8e14),
+        matmul_efficiency=efficiency,
+        memory_bandwidth=0.8 * before.memory_bandwidth,
+        launch_seconds=2 * before.launch_seconds,
+        kernel_seconds=2 * before.kernel_seconds,
+    )
+    prior, true = prices(job, 32768, before), prices(job, 32768, device)
     calibrator = Calibrator(prior, bound=device_rates.BOUND)
     for size in (512, 1024, 2048, 4096, 8192, 16384, 32768):
         for noise in (0.99, 1.0, 1.01):
             calibrator.observe([([size], 1)], noise * true.seconds([size], 1))
-    found = device_rates.rates(DEVICES["H200"], prior, calibrator.fit(), shape.layers)
-    assert found.attention_flops == pytest.approx(520e12, rel=0.02)
-    assert found.matmul_flops == pytest.approx(610e12, rel=0.02)
-    assert found.launch_seconds == pytest.approx(0.2e-3, rel=0.1)
-    assert found.intra_bytes == device.intra_bytes and found.call_seconds == 0
+    path = tmp_path / "measured.yaml"
+    path.write_text(yaml.safe_dump(device_rates.rates(before, prior, calibrator.fit())))
+    found = load_device(str(path))
+    assert found.attention_flops == pytest.approx(device.attention_flops, rel=0.12)
+    assert found.matmul_efficiency["bf16"] == pytest.approx(efficiency["bf16"], rel=0.02)
+    assert found.memory_bandwidth == pytest.approx(device.memory_bandwidth, rel=0.02)
+    assert found.launch_seconds == pytest.approx(device.launch_seconds, rel=0.15)  # weights are read as well
+    assert found.intra_bandwidth == device.intra_bandwidth and found.call_seconds == 0
 
 
-def times_of_two_sizes() -> list[tuple[list[float], int]]:
+def times_of_two_sizes() -> list[list[float]]:
     options = argparse.Namespace(
         model="tiny", attention="auto", recompute="none", microbatches=3, steps=2, warm_up=1, chunk=64, overrides=[]
     )
-    return [
-        (seconds, layers) for seconds, _, layers in (device_rates.seconds_a_microbatch(n, options) for n in (32, 64))
-    ]
+    return [device_rates.seconds_a_microbatch(size, options)[0] for size in (32, 64)]
 
 
 def test_a_microbatch_is_timed_without_the_optimizer() -> None:
-    for seconds, layers in run_ranks(times_of_two_sizes, 1)[0]:
-        assert len(seconds) == 2 and layers == 4 and all(math.isfinite(each) for each in seconds)
+    for seconds in run_ranks(times_of_two_sizes, 1)[0]:
+        assert len(seconds) == 2 and all(math.isfinite(each) for each in seconds)

@@ -10,10 +10,11 @@ import pytest
 
 from megatron_cp.attention.modules.probe import ProbeError
 from megatron_cp.attention.transports.registry import HIERARCHICAL, RING, TRANSPORTS, cost_transport
-from megatron_cp.attention.transports.select import select_transport
+from megatron_cp.attention.transports.select import possible_transports
 from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.rules import Environment, check
+from megatron_cp.rules.remedies import Case
 from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.setup import setup
 from megatron_cp.verify.compare import compare_with_single_rank
@@ -63,15 +64,14 @@ def test_rules_read_it() -> None:
 @pytest.mark.parametrize("auto", [None, 0])
 def test_auto_considers_transports_that_opt_in(auto: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, KEYS_ONLY.name, dataclasses.replace(KEYS_ONLY, auto=auto))
-    chosen, sizes, reason = select_transport(heads=7, kv_heads=7, tp=1, cp=4, gpus_per_node=8)
-    assert (chosen, sizes) == (RING.name if auto is None else KEYS_ONLY.name, None)
-    assert reason
+    found, _ = possible_transports(heads=7, kv_heads=7, tp=1, cp=4)
+    assert found[0] == (RING.name if auto is None else KEYS_ONLY.name, None)
 
 
 def test_the_cost_model_counts_its_messages() -> None:
     """One exchange, exposed: no hops, no share of the heads."""
     config = tiny_config(**DYNAMIC)
-    cost = model_cost(config.model, config.dataset.seq_length)
+    cost = model_cost(Case(config, 4, None, Environment()))
     assert cost.transport == KEYS_ONLY.name == cost_transport([KEYS_ONLY.name] * 4)
     bare = dataclasses.replace(cost, kv_intra=0.0, ring_step=0.0)
     moved = cost.kv_intra * 1000 * 3 / 4

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_cp.data.samples.varlen import MockVarlenDataset
-from megatron_cp.dynamic_cp import PRESETS, Group, Schedule, padded_length, schedule
+from megatron_cp.dynamic_cp import Group, Schedule, padded_length, schedule
 from megatron_cp.dynamic_cp.analysis.report import cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, _checksum_of_plan
+from megatron_cp.estimate.cost_presets import cost_preset
 from megatron_cp.training.packed import steps as packed
 from tests.training_runs import tiny_config
 
@@ -65,7 +66,7 @@ def test_the_number_of_steps_is_passed_on(monkeypatch: pytest.MonkeyPatch, train
 @pytest.mark.parametrize("ranks", [6, 64])
 @pytest.mark.parametrize("preset", ["h100_8b", "a100_mha_slownet", "h100_8b_a2a"])
 def test_step_metrics_equal_sums_over_groups(ranks: int, preset: str) -> None:
-    lengths, cost = sample_lengths("documents", 300, 30_000, 2), PRESETS[preset]
+    lengths, cost = sample_lengths("documents", 300, 30_000, 2), cost_preset(preset)
     plan = schedule(lengths, ranks, 8192, cost=cost, sequence_parallel_size=2)
     groups = [group for row in plan.microbatches for group in row]
     work = np.zeros(ranks)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.dynamic_cp_baselines import greedy as greedy_rule
-from megatron_cp.dynamic_cp import PRESETS, Group, legal_groups, padded_length, schedule, schedule_fixed_cp
+from megatron_cp.dynamic_cp import Group, legal_groups, padded_length, schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.analysis.report import padding_fraction
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
@@ -15,10 +15,11 @@ from megatron_cp.dynamic_cp.scheduler import fixed
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
 from megatron_cp.dynamic_cp.scheduler.jobs import spread_out
 from megatron_cp.dynamic_cp.scheduler.problem import make_problem
+from megatron_cp.estimate.cost_presets import NAMES, cost_preset
 from tests.functional_tests.dynamic_cp.fuzz_scheduler import configuration, failures
 from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
-COST = PRESETS["h100_8b"]
+COST = cost_preset("h100_8b")
 MODES = {
     "dense": lambda ranks: {},
     "lock-step": lambda ranks: {"sync_ranks": 8},
@@ -44,7 +45,7 @@ def test_every_schedule_is_legal(data):
         sync_ranks=data.draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])),
         pipeline_size=data.draw(st.sampled_from([1, 2, 4])),
         microbatch_multiple=multiple,
-        cost=PRESETS[data.draw(st.sampled_from(sorted(PRESETS)))],
+        cost=cost_preset(data.draw(st.sampled_from(NAMES))),
     )
     assert problems(found, lengths, ranks, m, min_cp, multiple) == []
 
@@ -139,10 +140,10 @@ def test_real_batches_are_balanced(mode, distribution):
 def test_dynamic_beats_fixed_cp(cost, mode):
     lengths, options = sample_lengths("documents", 512, 65536, 1), MODES[mode](32)
     seconds = [
-        simulate(plan, lengths, PRESETS[cost], **options).seconds
+        simulate(plan, lengths, cost_preset(cost), **options).seconds
         for plan in (
-            schedule(lengths, 32, 8192, cost=PRESETS[cost], **options),
-            schedule_fixed_cp(lengths, 32, 8192, cost=PRESETS[cost]),
+            schedule(lengths, 32, 8192, cost=cost_preset(cost), **options),
+            schedule_fixed_cp(lengths, 32, 8192, cost=cost_preset(cost)),
         )
     ]
     assert seconds[0] < 0.95 * seconds[1]
@@ -161,7 +162,7 @@ def test_dynamic_beats_fixed_cp(cost, mode):
 )
 def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, count, seed):
     longest = 65536 if distribution == "long" else 131072
-    lengths, model, options = sample_lengths(distribution, count, longest, seed), PRESETS[cost], MODES[mode](ranks)
+    lengths, model, options = sample_lengths(distribution, count, longest, seed), cost_preset(cost), MODES[mode](ranks)
     greedy = greedy_rule(lengths, ranks, m, model)
     ours = schedule(lengths, ranks, m, cost=model, **options)
     seconds = [simulate(plan, lengths, model, **options).seconds for plan in (ours, greedy)]
@@ -181,7 +182,7 @@ def test_not_slower_than_the_greedy_rule(cost, mode, distribution, ranks, m, cou
     ids=["sync 4", "sync 16", "32 ranks", "up to two ranks", "halves"],
 )
 def test_not_slower_than_static_where_ranks_share_experts(cost, lengths, ranks, sync_ranks):
-    model = PRESETS[cost]
+    model = cost_preset(cost)
     found = schedule(lengths, ranks, 16384, cost=model, sync_ranks=sync_ranks)
     assert problems(found, lengths.tolist(), ranks, 16384) == []
     static = schedule_fixed_cp(lengths, ranks, 16384, cost=model)
@@ -360,7 +361,7 @@ def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
     ],
 )
 def test_samples_are_never_slower_than_with_groups_of_one_size(lengths, ranks, tokens, preset, mode):
-    cost, multiple = PRESETS[preset], mode.get("microbatch_multiple", 1)
+    cost, multiple = cost_preset(preset), mode.get("microbatch_multiple", 1)
     step = {name: value for name, value in mode.items() if name != "microbatch_multiple"}
     found = schedule(lengths, ranks, tokens, cost=cost, **mode)
     assert problems(found, lengths, ranks, tokens, 1, multiple) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,29 @@ def test_another_layout_is_measured_anew(prior: CostModel, model: dict[str, Any]
 def test_the_same_layout_goes_on_with_its_model() -> None:
     taken, fitted, cost, measured = run_ranks(resumed, 1, 12)[0]
     assert taken and fitted != PRIOR and cost == fitted and measured == ([], [])
+
+
+def older_state() -> tuple[bool, CostModel, bool]:
+    """A state of a version that saved its prior, and derived another one from the same settings."""
+    state = tracker(0)[0].state_dict()
+    for name in ("transport", "ranks_per_node", "device"):
+        del state["of"][name]
+    state["of"]["prior"] = asdict(CostModel(0.3, 1e-6, 1e-4))
+    state["cost"] = asdict(CostModel(0.2, 1e-6, 1e-4))
+    same, other = tracker(12)[0], tracker(12, tensor_model_parallel_size=2)[0]
+    return same.load_state_dict(state), same.cost, other.load_state_dict(state)
+
+
+def test_a_run_of_an_older_version_keeps_its_cost_model() -> None:
+    assert run_ranks(older_state, 1)[0] == (True, CostModel(0.2, 1e-6, 1e-4), False)
+
+
+def cost_of_rank() -> CostModel:
+    return tracker(0, replace(PRIOR, linear=1e-4 * (1 + 1e-15 * dist.get_rank())))[0].cost
+
+
+def test_every_rank_has_the_first_ranks_bits() -> None:
+    assert run_ranks(cost_of_rank, 2) == [PRIOR, PRIOR]
 
 
 def test_a_resumed_run_is_measured_after_a_warm_up_of_its_own() -> None:
