@@ -84,7 +84,7 @@ def resolve_auto(
             transport, sizes, reason = _selected(config, world_size, gpus_per_node, environment)
         except ValueError:
             return config, None
-    resolved = _with_transport(config, (transport, given or sizes))
+    resolved = dataclasses.replace(config, model=_with_transport(model, (transport, given or sizes)))
     return resolved, f"{NAME.model.cp_comm_type}=auto is {_shown((transport, sizes))}: {reason}"
 
 
@@ -98,7 +98,7 @@ def _selected(
     """
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
-    packed = packed_sizes(_with_transport(config, (ALL_TO_ALL.name, None)).model, config.dist, world_size)
+    packed = packed_sizes(_with_transport(model, (ALL_TO_ALL.name, None)), config.dist, world_size)
     found, restricted = possible_transports(
         model.num_attention_heads,
         model.kv_heads,
@@ -113,12 +113,9 @@ def _selected(
         return *found[0], restricted or "no other transport is possible"
     device = device_of(environment)
     try:
-        seconds = [
-            time_estimate(
-                assumed_job(Case(_with_transport(config, each), world_size, node, environment)), device, node
-            ).seconds
-            for each in found
-        ]
+        layouts = [dataclasses.replace(config, model=_with_transport(model, each)) for each in found]
+        jobs = [assumed_job(Case(layout, world_size, node, environment)) for layout in layouts]
+        seconds = [time_estimate(job, device, node).seconds for job in jobs]
     except (ValueError, ArithmeticError, LookupError):  # sizes that the rules refuse
         return *found[0], "the first that is possible; these sizes have no time estimate"
     # Four digits: ranks on other kinds of CPU must not choose by the last one. Then the order of preference decides.
@@ -128,13 +125,10 @@ def _selected(
     return *ranked[0][1], "; ".join(filter(None, (reason, restricted)))
 
 
-def _with_transport(config: RunConfig, choice: Choice) -> RunConfig:
-    """Return the configuration with ``auto`` replaced by a choice."""
-    model, (transport, sizes) = config.model, choice
-    model = dataclasses.replace(
-        model, cp_comm_type=replaced(model.cp_comm_type, transport), hierarchical_context_parallel_sizes=sizes
-    )
-    return dataclasses.replace(config, model=model)
+def _with_transport(model: ModelConfig, choice: Choice) -> ModelConfig:
+    """Return the model's settings with ``auto`` replaced by a choice."""
+    kinds = replaced(model.cp_comm_type, choice[0])
+    return dataclasses.replace(model, cp_comm_type=kinds, hierarchical_context_parallel_sizes=choice[1])
 
 
 def _shown(choice: Choice) -> str:
