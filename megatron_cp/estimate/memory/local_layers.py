@@ -123,9 +123,20 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
         gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
     else:
         gradients, name = out + 2 * (q + k + v), "output"
-    if v != k:  # the kernel wants heads of one size
-        gradients += 1.75 * q if cp > 1 else max(0.0, q + k - 2 * v)
+    if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
+        results = q + 2 * k
+        if cp > 1:
+            gradients += 1.75 * q
+        elif one_tile(model):
+            gradients = out + results + max(k + 2 * q, q + k + v)
+        else:  # sums of tiles, and the results and padded inputs of half of the rows
+            gradients = out + q + k + v + results + (k + 2 * q) / 2
     return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
+
+
+def one_tile(model: ModelConfig) -> bool:
+    """Return whether attention is one call of the kernel; larger squares are cut (attention/kernels/cpu.py)."""
+    return model.context_parallel_size == 1 and (model.seq_length or 0) <= 256
 
 
 def mlp_steps(model: ModelConfig, b: int) -> list[Step]:

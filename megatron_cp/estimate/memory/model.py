@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
 from megatron_cp.estimate.memory.local_layers import residual
-from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_cost, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_costs, layer_cost, whole_layers_again
 from megatron_cp.estimate.memory.platform import GPU, Platform
 from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
 from megatron_cp.estimate.memory.states import state_bytes
@@ -47,12 +47,12 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     last = stage == model.pipeline_model_parallel_size - 1
     under_way = microbatches_under_way(model, stage, job.microbatches)
     costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
-    if stage == 0 and model.hidden_dropout:
+    if stage == 0:
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
-        costs[-1] = [*costs[-1], ending_cost(settings, rows, chunk if chunk and chunk < tokens else None)]
+        costs[-1] = [*costs[-1], *ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)]
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
