@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
 from megatron_cp.estimate.memory.local_layers import residual
-from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_costs, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.parts import (
+    LayerSettings,
+    embedding_cost,
+    ending_costs,
+    layer_cost,
+    whole_layers_again,
+)
 from megatron_cp.estimate.memory.platform import GPU, Platform
-from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
+from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
 from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
@@ -45,7 +52,6 @@ def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimat
 def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunks: Sequence[Chunk]) -> MemoryEstimate:
     model, tokens = job.model, job.tokens_per_rank
     last = stage == model.pipeline_model_parallel_size - 1
-    under_way = microbatches_under_way(model, stage, job.microbatches)
     costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
     if stage == 0:
         costs[0] = [embedding_cost(settings), *costs[0]]
@@ -53,14 +59,24 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
         costs[-1] = [*costs[-1], *ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)]
+    worst = [_worst(parts, tokens) for parts in costs]
+    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
+    states = backward_states(model, stage, job.microbatches)
+    chunk, under_way = max(
+        states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
+    )
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
-    kinds = _at_the_peak(kept, costs[-1], tokens)
+    kinds = kept.copy()
+    for kind, size in worst[chunk][1].items():
+        kinds[kind] += size
     stream = tokens * residual(model, settings.item)
-    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
+    received, sent = _between_stages(model, stage, job.microbatches)
+    kinds[RESIDUAL] += received * stream
+    kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
@@ -73,13 +89,13 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     return MemoryEstimate(dict(kinds), stage)
 
 
-def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
-    """Count the residual-sized tensors that a stage has sent or received early."""
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:
+    """Count the residual-sized tensors that a stage has received for forward passes, and other messages."""
     if model.pipeline_model_parallel_size == 1 or microbatches == 1:
-        return 0
+        return 0, 0
     if (model.virtual_pipeline_model_parallel_size or 1) > 1:
-        return 5 if stage else 3
-    return 1 if stage else 0
+        return (2, 3) if stage else (1, 2)
+    return (0, 1) if stage else (0, 0)
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
@@ -102,22 +118,24 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
     return again + [layer_cost(settings, parts) for parts in chunk[size:]]
 
 
-def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
-    """Return the bytes by kind at the peak of a backward pass through ``parts``."""
-    held = kept.copy()
-    total, most, peak = sum(held.values()), -1.0, kept.copy()
+def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds]:
+    """Return what the backward pass of a microbatch adds to all that is kept, at its peak: the sum, and by kind."""
+    total, most, place = 0.0, -math.inf, 0
     known: set[int] = set()
-    for part in reversed(parts):
-        for kind, size in part.kept.items():
-            held[kind] -= size * tokens
+    for number in reversed(range(len(parts))):
+        part = parts[number]
         total -= part.size * tokens
         if id(part) in known:  # the same, with less beside it
             continue
         known.add(id(part))
-        worst = part.worst(tokens)
-        if (here := total + worst.total(tokens)) > most:
-            most, peak = here, held.copy()
-            for kind, size in worst.kept.items():
-                peak[kind] += size * tokens
-            peak["buffers"] += worst.gradients * tokens + worst.weight
-    return peak
+        if (here := total + part.worst(tokens).total(tokens)) > most:
+            most, place = here, number
+    added: Kinds = defaultdict(float)
+    for part in parts[place:]:
+        for kind, size in part.kept.items():
+            added[kind] -= size * tokens
+    moment = parts[place].worst(tokens)
+    for kind, size in moment.kept.items():
+        added[kind] += size * tokens
+    added["buffers"] += moment.gradients * tokens + moment.weight
+    return most, added

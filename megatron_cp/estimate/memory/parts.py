@@ -108,14 +108,16 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
     if not again:
         return steps
     inside = steps[again[0] : again[-1] + 1]
-    made = local_layers.residual(settings.model, settings.item)  # again, and there while backward runs
-    model, attention = settings.model, inside[0].module == "core_attn"
+    inputs, model, attention = inside[0].inputs, settings.model, inside[0].module == "core_attn"
+    stream = local_layers.residual(model, settings.item)
     apart = not attention and (model.sandwich_norm or model.hidden_dropout)  # its gradient is not the residual's
-    inputs, cost = inside[0].inputs, cost_of(inside, made if apart else 0.0)
+    cost = cost_of(inside, stream if apart else 0.0)
+    made = 0.0 if attention else stream  # its output again; attention's is among what it keeps
+    there = sum(size for key, size in inputs.items() if any(key in step.keeps for step in inside))
     moments = []
     for moment in cost.moments:
         held = sum(moment.kept.values()) + moment.gradients + made * (moment.gradients > 0)
-        moments.append(Moment({}, max(0.0, held - sum(inputs.values())), moment.weight))
+        moments.append(Moment({}, max(0.0, held - there), moment.weight))
     one = Step(inputs, 0.0, forward=inside[-1].forward, again=moments)
     return [*steps[: again[0]], one, *steps[again[-1] + 1 :]]
 
@@ -183,5 +185,7 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
 
 def beside(part: PartCost, gradients: float, weight: float) -> PartCost:
     """Return a part whose backward pass runs while gradients of others wait."""
-    moments = [replace(each, gradients=each.gradients + gradients, weight=each.weight + weight) for each in part.moments]
+    moments = [
+        replace(each, gradients=each.gradients + gradients, weight=each.weight + weight) for each in part.moments
+    ]
     return PartCost(part.kept, moments)

@@ -82,7 +82,9 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
             moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0))
     for place in reversed(range(len(steps))):
         step = steps[place]
-        for gradients, weight in [(each.gradients, each.weight) for each in step.again] or [(step.gradients, step.weight)]:
+        for gradients, weight in [(each.gradients, each.weight) for each in step.again] or [
+            (step.gradients, step.weight)
+        ]:
             moments.append(Moment(_by_kind(alive), stream + gradients, weight))
         earlier = {name for before in steps[:place] for name in before.keeps}
         for name in step.keeps.keys() - earlier:
