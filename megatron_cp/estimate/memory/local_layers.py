@@ -85,14 +85,14 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         if model.normalization == "RMSNorm":
             normed[ATTENTION, "normalized"] = q + k
         steps.append(Step(normed, 2 * width))
-    rotates = model.position_embedding_type in ("rope", "yarn")
-    if not rotates and model.kv_heads == heads:
+    viewed = model.position_embedding_type not in ("rope", "yarn") and not exchanges_heads(model)
+    if viewed and model.kv_heads == heads:
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
-    if rotates:
+    if model.position_embedding_type in ("rope", "yarn"):
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
     core = core_steps(model, b, q, k, k, q, width)
-    if not rotates:  # keys, and queries of as many heads, are read where the projection has left them
+    if viewed:  # keys, and queries of as many heads, are read where the projection has left them
         core = [_without(step, "k rotated", *(["q rotated"] if model.kv_heads == heads else [])) for step in core]
     steps += core
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
@@ -116,27 +116,40 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     transports = known_transports(model.transports) if cp > 1 else ()
     if any(each.name == "all_gather" for each in transports):
         keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
-        gradients, name = out + 1.5 * q + 2.5 * cp * (k + v), "output"
-    elif any(each.exchanges_heads for each in transports):
-        gradients, name = out + 2 * (q + k + v), "output of heads"
-    elif transports:
-        gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
+        gradients = out + 1.5 * q + 2.5 * cp * (k + v)
+    elif (ring := _ring_size(model)) > 1:
+        gradients = out + 1.5 * q + 5.5 * (k + v)
     else:
-        gradients, name = out + 2 * (q + k + v), "output"
+        gradients = out + 2 * (q + k + v)
     if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
         results = q + 2 * k
-        if cp > 1:
-            gradients += 1.75 * q
+        if ring > 1:
+            gradients = out + 4 * (k + v) + q + results + (k + 2 * q) / 2
         elif one_tile(model):
             gradients = out + results + max(k + 2 * q, q + k + v)
         else:  # sums of tiles, and the results and padded inputs of half of the rows
             gradients = out + q + k + v + results + (k + 2 * q) / 2
+    name = "output of heads" if exchanges_heads(model) else "output"
     return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
+
+
+def exchanges_heads(model: ModelConfig) -> bool:
+    """Return whether a transport gives attention its own copies of queries, keys and values."""
+    return model.context_parallel_size > 1 and any(each.exchanges_heads for each in known_transports(model.transports))
+
+
+def _ring_size(model: ModelConfig) -> int:
+    """Return the ranks whose keys come to a rank's queries; an exchange of heads leaves fewer, or one."""
+    if not exchanges_heads(model):
+        return model.context_parallel_size
+    levels = model.hierarchical_context_parallel_sizes
+    hierarchical = any(each.hierarchical for each in known_transports(model.transports))
+    return levels[1] if hierarchical and levels else 1
 
 
 def one_tile(model: ModelConfig) -> bool:
     """Return whether attention is one call of the kernel; larger squares are cut (attention/kernels/cpu.py)."""
-    return model.context_parallel_size == 1 and (model.seq_length or 0) <= 256
+    return _ring_size(model) == 1 and (model.seq_length or 0) <= 256
 
 
 def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
@@ -211,10 +224,11 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
         keeps[ATTENTION, "normalized"] = normed * (rank + latent) / _parts(model)
         keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / _parts(model)
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
-    tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
+    tables = 4 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
-    steps += core_steps(model, b, q, q, v, v, v)
-    steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
+    padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
+    steps += core_steps(model, b, q, q, padded, padded, v)
+    steps.append(row_step(model, b, (ATTENTION, "output" if padded == v else "unpadded output"), v / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 

@@ -81,6 +81,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
         kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
     kinds.update(state_bytes(job, stage, chunks, where.te_layers))
@@ -96,6 +97,12 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
     if (model.virtual_pipeline_model_parallel_size or 1) > 1:
         return (2, 3) if stage else (1, 2)
     return (0, 1) if stage else (0, 0)
+
+
+def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
+    """Count the bytes a position that latent attention keeps always: each layer has a cache of rotary angles."""
+    layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
+    return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:

@@ -72,14 +72,15 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
     q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
     v = heads * model.v_head_dim * b / tp
+    padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
     compressed = ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim) * b
     steps = [
         Step({(RESIDUAL, "attention input"): stream, (RESIDUAL, "attention root"): 4.0}, 3 * stream),
         Step({(RESIDUAL, "attention output"): stream}, 2 * stream + compressed),
         Step({(ATTENTION, "compressed"): 2 * compressed}, 2 * compressed + q + v),
         Step({}, 3 * q + v),
-        *core_steps(model, q, q, v, v),
-        row_without_weight(model, b, (ATTENTION, "output"), v / b),
+        *core_steps(model, q, q, padded, padded),
+        row_without_weight(model, b, (ATTENTION, "output" if padded == v else "unpadded output"), v / b),
     ]
     return steps + after_steps(model, b, ATTENTION, "attention")
 
