@@ -5,6 +5,7 @@ Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_cp.attention.transports.registry import known_transports
@@ -85,23 +86,25 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         if model.normalization == "RMSNorm":
             normed[ATTENTION, "normalized"] = q + k
         steps.append(Step(normed, 2 * width))
-    viewed = model.position_embedding_type not in ("rope", "yarn") and not exchanges_heads(model)
+    plain = model.position_embedding_type not in ("rope", "yarn")
+    viewed = plain and not exchanges_heads(model)
     if viewed and model.kv_heads == heads:
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
-    if model.position_embedding_type in ("rope", "yarn"):
+    if not plain:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
     core = core_steps(model, b, q, k, k, q, width)
-    if viewed:  # keys, and queries of as many heads, are read where the projection has left them
-        core = [_without(step, "k rotated", *(["q rotated"] if model.kv_heads == heads else [])) for step in core]
+    if plain:  # keys, and queries of as many heads, are where the projection has left them, but for exchanged heads
+        names = ["k rotated", *(["q rotated"] if model.kv_heads == heads else [])]
+        core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
-def _without(step: Step, *names: str) -> Step:
-    keeps, inputs = ({key: size for key, size in of.items() if key[1] not in names} for of in (step.keeps, step.inputs))
-    return replace(step, keeps=keeps, inputs=inputs)
+def _without(step: Step, kept: Sequence[str], inputs: Sequence[str]) -> Step:
+    keeps = {key: size for key, size in step.keeps.items() if key[1] not in kept}
+    return replace(step, keeps=keeps, inputs={key: size for key, size in step.inputs.items() if key[1] not in inputs})
 
 
 def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
@@ -182,10 +185,19 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     e = routed * width * b
     out = routed * inside
     steps = []
-    router = (5 * count + topk * (8 + b)) / parts
+    inner = 2 if model.gated_linear_unit else 1
+    if shared := model.moe_shared_expert_intermediate_size:
+        s = shared * b / model.tensor_model_parallel_size
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
+        if model.gated_linear_unit:
+            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
+        if model.moe_shared_expert_gate:
+            keeps[EXPERTS, "shared output"] = stream
+        steps.append(Step(keeps, 3 * s + stream))
+    scores = 5 * count + (4 * count if model.moe_aux_loss_coeff else 0)  # the auxiliary loss has its own softmax
+    router = (scores + topk * (8 + b)) / parts
     steps.append(Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream))
     steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
-    inner = 2 if model.gated_linear_unit else 1
     steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
     keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
     if model.gated_linear_unit:
@@ -197,14 +209,6 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     else:
         forward += 2 * out
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
-    if shared := model.moe_shared_expert_intermediate_size:
-        s = shared * b / model.tensor_model_parallel_size
-        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
-        if model.gated_linear_unit:
-            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
-        if model.moe_shared_expert_gate:
-            keeps[EXPERTS, "shared output"] = stream
-        steps.append(Step(keeps, 3 * s + stream))
     steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
     return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 

@@ -52,13 +52,15 @@ def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimat
 def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunks: Sequence[Chunk]) -> MemoryEstimate:
     model, tokens = job.model, job.tokens_per_rank
     last = stage == model.pipeline_model_parallel_size - 1
+    ending: list[PartCost] = []
     costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
     if stage == 0:
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
-        costs[-1] = [*costs[-1], *ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)]
+        ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
+        costs[-1] = [*costs[-1], *ending]
     worst = [_worst(parts, tokens) for parts in costs]
     sizes = [sum(part.size for part in parts) * tokens for parts in costs]
     states = backward_states(model, stage, job.microbatches)
@@ -73,8 +75,9 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     kinds = kept.copy()
     for kind, size in worst[chunk][1].items():
         kinds[kind] += size
+    in_layers = chunk < len(chunks) - 1 or worst[chunk][2] < len(costs[chunk]) - len(ending)
     stream = tokens * residual(model, settings.item)
-    received, sent = _between_stages(model, stage, job.microbatches)
+    received, sent = _between_stages(model, stage, job.microbatches, in_layers)
     kinds[RESIDUAL] += received * stream
     kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
@@ -82,6 +85,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
         kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
     kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
+    kinds[EXPERTS] += _kept_routes(model, chunks) * tokens
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
     kinds.update(state_bytes(job, stage, chunks, where.te_layers))
@@ -90,19 +94,33 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     return MemoryEstimate(dict(kinds), stage)
 
 
-def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:
-    """Count the residual-sized tensors that a stage has received for forward passes, and other messages."""
-    if model.pipeline_model_parallel_size == 1 or microbatches == 1:
+def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
+    """Count the residual-sized tensors that a stage has received for forward passes, and other messages.
+
+    in_layers: the peak is in a layer, whose output's gradient another stage has sent.
+    """
+    pp = model.pipeline_model_parallel_size
+    if pp == 1 or microbatches == 1:
         return 0, 0
-    if (model.virtual_pipeline_model_parallel_size or 1) > 1:
-        return (2, 3) if stage else (1, 2)
-    return (0, 1) if stage else (0, 0)
+    if (model.virtual_pipeline_model_parallel_size or 1) == 1:
+        return (0, 1) if stage else (0, 0)
+    if microbatches <= pp:  # all forward passes are over
+        return (1, 1) if stage else (0, 0)
+    return (2 + in_layers, 3 + in_layers) if stage else (1, 2)
 
 
 def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
     """Count the bytes a position that latent attention keeps always: each layer has a cache of rotary angles."""
     layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
     return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
+
+
+def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
+    """Count the bytes a token that token dispatchers hold although their layers are recomputed."""
+    again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
+    layers = sum(parts.count("E") for chunk in chunks for parts in chunk) * again
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return layers * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
@@ -125,8 +143,8 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
     return again + [layer_cost(settings, parts) for parts in chunk[size:]]
 
 
-def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds]:
-    """Return what the backward pass of a microbatch adds to all that is kept, at its peak: the sum, and by kind."""
+def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds, int]:
+    """Return what a microbatch's backward pass adds to all that is kept, at its peak: sum, kinds and the part's place."""
     total, most, place = 0.0, -math.inf, 0
     known: set[int] = set()
     for number in reversed(range(len(parts))):
@@ -145,4 +163,4 @@ def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds]:
     for kind, size in moment.kept.items():
         added[kind] += size * tokens
     added["buffers"] += moment.gradients * tokens + moment.weight
-    return most, added
+    return most, added, place

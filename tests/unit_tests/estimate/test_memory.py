@@ -48,7 +48,7 @@ LAYOUTS = {
 def test_prediction_is_what_a_run_holds(name: str) -> None:
     world_size, settings = LAYOUTS[name]
     for counted, expected in compare(world_size, _SIZES | settings):
-        found = errors(counted.peak, expected)
+        found = errors(counted, expected)
         assert abs(found.pop("total")) < 0.02, (counted, expected)
         assert max(map(abs, found.values())) < 0.05, found
 
@@ -62,7 +62,7 @@ def test_random_layouts() -> None:
             found = compare(world_size, settings)
         except RanksFailed:
             continue
-        totals += [abs(errors(counted.peak, expected)["total"]) for counted, expected in found]
+        totals += [abs(errors(counted, expected)["total"]) for counted, expected in found]
     assert sum(totals) / len(totals) < 0.02
 
 
