@@ -119,7 +119,7 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     transports = known_transports(model.transports) if cp > 1 else ()
     if any(each.name == "all_gather" for each in transports):
         keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
-        gradients = out + 1.5 * q + 2.5 * cp * (k + v)
+        gradients = out + 2 * q + 2.75 * cp * (k + v)
     elif (ring := _ring_size(model)) > 1:
         gradients = out + 1.5 * q + 5.5 * (k + v)
     else:

@@ -61,7 +61,14 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         chunk = model.cross_entropy_chunk_size
         ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
         costs[-1] = [*costs[-1], *ending]
-    worst = [_worst(parts, tokens) for parts in costs]
+    stream = tokens * residual(model, settings.item)
+    waiting = [[0.0] * len(parts) for parts in costs]
+    if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
+        weight = rows * model.hidden_size * settings.item  # its gradient waits until the embedding's last use
+        waiting[0] = [weight] * (len(costs[0]) - len(ending)) + [0.0] * len(ending)
+    elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
+        waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
+    worst = [_worst(parts, tokens, more) for parts, more in zip(costs, waiting, strict=True)]
     sizes = [sum(part.size for part in parts) * tokens for parts in costs]
     states = backward_states(model, stage, job.microbatches)
     chunk, under_way = max(
@@ -76,7 +83,6 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     for kind, size in worst[chunk][1].items():
         kinds[kind] += size
     in_layers = chunk < len(chunks) - 1 or worst[chunk][2] < len(costs[chunk]) - len(ending)
-    stream = tokens * residual(model, settings.item)
     received, sent = _between_stages(model, stage, job.microbatches, in_layers)
     kinds[RESIDUAL] += received * stream
     kinds["buffers"] += sent * stream
@@ -118,9 +124,12 @@ def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
 def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
     """Count the bytes a token that token dispatchers hold although their layers are recomputed."""
     again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
-    layers = sum(parts.count("E") for chunk in chunks for parts in chunk) * again
+    layers = [parts.count("E") for chunk in chunks for parts in chunk]
+    running = sum(layers) * (model.recompute_num_layers or 1) / len(layers)  # among what is recomputed at the peak
     parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    return layers * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
+    return (
+        again * max(0.0, sum(layers) - running) * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
+    )
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
@@ -135,16 +144,19 @@ def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
     model = settings.model
     if model.recompute_granularity != "full":
-        return [layer_cost(settings, parts) for parts in chunk]
+        return [layer_cost(settings, part) for parts in chunk for part in parts]
     size = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
         return [whole_layers_again(settings, chunk[start : start + size]) for start in range(0, len(chunk), size)]
     again = [whole_layers_again(settings, (parts,)) for parts in chunk[:size]]
-    return again + [layer_cost(settings, parts) for parts in chunk[size:]]
+    return again + [layer_cost(settings, part) for parts in chunk[size:] for part in parts]
 
 
-def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds, int]:
-    """Return what a microbatch's backward pass adds to all that is kept, at its peak: sum, kinds and the part's place."""
+def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:
+    """Return what a microbatch's backward pass adds to all that is kept, at its peak: sum, kinds, place.
+
+    waiting: bytes that other gradients hold while a part's backward pass runs.
+    """
     total, most, place = 0.0, -math.inf, 0
     known: set[int] = set()
     for number in reversed(range(len(parts))):
@@ -153,7 +165,7 @@ def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds, int]
         if id(part) in known:  # the same, with less beside it
             continue
         known.add(id(part))
-        if (here := total + part.worst(tokens).total(tokens)) > most:
+        if (here := total + part.worst(tokens).total(tokens) + waiting[number]) > most:
             most, place = here, number
     added: Kinds = defaultdict(float)
     for part in parts[place:]:
@@ -162,5 +174,5 @@ def _worst(parts: Sequence[PartCost], tokens: float) -> tuple[float, Kinds, int]
     moment = parts[place].worst(tokens)
     for kind, size in moment.kept.items():
         added[kind] += size * tokens
-    added["buffers"] += moment.gradients * tokens + moment.weight
+    added["buffers"] += moment.gradients * tokens + moment.weight + waiting[place]
     return most, added, place

@@ -112,8 +112,9 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
     stream = local_layers.residual(model, settings.item)
     apart = not attention and (model.sandwich_norm or model.hidden_dropout)  # its gradient is not the residual's
     cost = cost_of(inside, stream if apart else 0.0)
-    made = 0.0 if attention else stream  # its output again; attention's is among what it keeps
-    there = sum(size for key, size in inputs.items() if any(key in step.keeps for step in inside))
+    exchanged = inside[-1].keeps.get((ATTENTION, "output of heads"), 0.0)
+    made = 2 * exchanged if attention else stream  # its output again; attention's own is among what it keeps
+    there = sum(size for key, size in inputs.items() if not exchanged and any(key in step.keeps for step in inside))
     moments = []
     for moment in cost.moments:
         held = sum(moment.kept.values()) + moment.gradients + made * (moment.gradients > 0)

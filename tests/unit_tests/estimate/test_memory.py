@@ -13,7 +13,7 @@ from megatron_cp.config.sections.distributed import DistributedDataParallelConfi
 from megatron_cp.config.sections.optimization import OptimizerConfig
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.memory import memory_estimate
-from megatron_cp.estimate.memory.stages import chunks_of_stages, microbatches_under_way
+from megatron_cp.estimate.memory.stages import backward_states, chunks_of_stages
 from megatron_cp.parallel.layout import RankLayout
 from tests.memory_runs import compare, errors
 from tests.random_layouts import random_layouts
@@ -142,8 +142,8 @@ def test_stages_have_the_layers_that_megatron_core_gives_them(settings: dict) ->
 def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
     """Korthikanti's factor: 1 + (pp - 1) / (pp * vpp) microbatches' layers on the first stage."""
     model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    assert sum(microbatches_under_way(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
-    assert microbatches_under_way(_model(pipeline_model_parallel_size=4), 1, 64) == [3]
+    assert max(sum(counts) for _, counts in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
+    assert backward_states(_model(pipeline_model_parallel_size=4), 1, 64) == ((0, (3,)),)
 
 
 def test_an_estimate_takes_no_time() -> None:
