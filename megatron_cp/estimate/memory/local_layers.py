@@ -236,7 +236,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
-def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     """Return the steps of the scan in PyTorch (models/layers/mamba/ssd.py), in float32"""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
     shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)

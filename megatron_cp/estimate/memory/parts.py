@@ -39,11 +39,11 @@ class LayerSettings:
 
     def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
         self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
-        self.te_layers = where.te_layers
+        self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
         self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        self._key = (self.te_layers, self.scores, self.one_tile, gemm, micro_batch_size, load, *values)
+        self._key = (self.te_layers, self.fused_norm, self.scores, self.one_tile, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -76,7 +76,7 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
         return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
     if part == "E":
         return layers.experts_steps(model, b, settings.load)
-    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.micro_batch_size)
+    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.fused_norm)
 
 
 def _with_scores(settings: LayerSettings, step: Step) -> Step:
