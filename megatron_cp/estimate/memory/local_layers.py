@@ -10,65 +10,30 @@ from dataclasses import replace
 
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.local_blocks import (
+    after_steps,
+    column_step,
+    dropout_step,
+    norm_steps,
+    residual,
+    row_step,
+    sequence_parts,
+)
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
+__all__ = [
+    "attention_steps",
+    "dropout_step",
+    "ending_steps",
+    "experts_steps",
+    "latent_attention_steps",
+    "mamba_steps",
+    "mlp_steps",
+    "norm_steps",
+]
+
 CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
-
-
-def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
-    """Return the step of a residual norm; RMSNorm also keeps its input and root."""
-    stream = residual(model, b)
-    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
-    work = 3 * stream
-    if model.normalization == "RMSNorm":
-        keeps[RESIDUAL, f"{name} normalized"] = stream
-    else:
-        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
-        work = 2 * stream
-    return [Step(keeps, work)]
-
-
-def residual(model: ModelConfig, b: int) -> float:
-    """Bytes a token of the residual stream on this rank."""
-    return model.hidden_size * b / _parts(model)
-
-
-def _parts(model: ModelConfig) -> int:
-    return model.tensor_model_parallel_size if model.sequence_parallel else 1
-
-
-def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
-    """Return the step of a column-parallel product, ``width`` on this rank."""
-    whole = model.hidden_size * b
-    again = whole + whole / _parts(model) if model.sequence_parallel else 0  # gloo copies what it reduces and scatters
-    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
-
-
-def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
-    """Return the step of a row-parallel product."""
-    whole = model.hidden_size * b
-    gathered = whole if model.sequence_parallel else 0
-    return Step({keeps: width * b}, width * b + gathered, whole * width)
-
-
-def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
-    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
-    stream, steps = residual(model, b), []
-    if model.sandwich_norm:
-        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
-        if model.normalization == "RMSNorm":
-            keeps[RESIDUAL, f"{name} after normalized"] = stream
-        steps.append(Step(keeps, 3 * stream))
-    if model.hidden_dropout:
-        steps.append(dropout_step(model, b, name))
-    return steps
-
-
-def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
-    """On a CPU the mask has the activations' own dtype."""
-    stream = residual(model, b)
-    return Step({(RESIDUAL, f"{name} mask"): stream}, stream)
 
 
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
@@ -177,7 +142,7 @@ def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
 
 def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     hidden, topk, count = model.hidden_size, model.moe_router_topk, model.num_moe_experts or 1
-    parts, etp = _parts(model), model.expert_tensor_parallel_size or 1
+    parts, etp = sequence_parts(model), model.expert_tensor_parallel_size or 1
     local = count // model.expert_model_parallel_size
     width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) / etp
     inside = (model.moe_latent_size or hidden) * b
@@ -225,8 +190,8 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     normed = 2 if model.normalization == "RMSNorm" else 1
     keeps = {(ATTENTION, "compressed"): float(rank + latent + shared)}
     if model.qk_layernorm:
-        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / _parts(model)
-        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / _parts(model)
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / sequence_parts(model)
+        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / sequence_parts(model)
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
     tables = 4 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
-from megatron_cp.estimate.memory.local_layers import residual
+from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.parts import (
     LayerSettings,
     embedding_cost,

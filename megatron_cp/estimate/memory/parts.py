@@ -12,6 +12,7 @@ from types import ModuleType
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.memory import local_layers, te_layers
+from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.platform import Platform
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
@@ -63,7 +64,7 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
     """Return the cost of a layer, with selective recomputation."""
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    stream = local_layers.residual(model, b)
+    stream = residual(model, b)
     chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
     steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
     return in_sequence([cost_of(each, stream) for each in steps])
@@ -109,7 +110,7 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
         return steps
     inside = steps[again[0] : again[-1] + 1]
     inputs, model, attention = inside[0].inputs, settings.model, inside[0].module == "core_attn"
-    stream = local_layers.residual(model, settings.item)
+    stream = residual(model, settings.item)
     apart = not attention and (model.sandwich_norm or model.hidden_dropout)  # its gradient is not the residual's
     cost = cost_of(inside, stream if apart else 0.0)
     exchanged = inside[-1].keeps.get((ATTENTION, "output of heads"), 0.0)
@@ -129,7 +130,7 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartC
 
     While its backward pass runs, what came out of it exists again.
     """
-    stream = local_layers.residual(settings.model, settings.item)
+    stream = residual(settings.model, settings.item)
     cost = in_sequence([layer_cost(settings, each) for each in parts])
     kept = stream
     if settings.model.distribute_saved_activations:
@@ -148,7 +149,7 @@ def embedding_cost(settings: LayerSettings) -> PartCost:
     steps = [Step({(RESIDUAL, "rows"): 9.0 if model.tensor_model_parallel_size > 1 else 0.0}, 0.0)]
     if model.hidden_dropout:
         steps.append(layers.dropout_step(model, b, "embedding"))
-    return cost_of(steps, local_layers.residual(model, b))
+    return cost_of(steps, residual(model, b))
 
 
 @lru_cache(maxsize=4096)
@@ -162,7 +163,7 @@ def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None)
     steps = layers.ending_steps(model, b, rows, tokens_at_once)
     if not (depths := model.mtp_num_layers or 0):
         return [cost_of(steps, 0.0)]
-    stream, weight = local_layers.residual(model, b), float(rows * model.hidden_size * b)
+    stream, weight = residual(model, b), float(rows * model.hidden_size * b)
     outputs = (1 + depths) * stream  # of the main model and each depth, in one tensor; its gradient is another
     parts = [cost_of(steps[:1], stream)]
     for depth in range(1, depths + 1):
@@ -176,7 +177,7 @@ def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None)
 
 def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> list[PartCost]:
     model, b = settings.model, settings.item
-    stream = local_layers.residual(model, b)
+    stream = residual(model, b)
     norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
     joined = cost_of([*norms, Step({(RESIDUAL, "joined"): 2 * stream}, 4 * stream)], stream)
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)

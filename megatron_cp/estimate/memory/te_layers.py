@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_cp.config.model_config import ModelConfig
-from megatron_cp.estimate.memory import local_layers
-from megatron_cp.estimate.memory.local_layers import residual, row_step
+from megatron_cp.estimate.memory import local_blocks, local_layers
+from megatron_cp.estimate.memory.local_blocks import residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.fusions import fused_loss
 from megatron_cp.models.layers.mamba.shape import MambaShape
@@ -18,7 +18,7 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 
 def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
     """Return the step of a fused norm and product; ``width``: output on this rank."""
-    column = local_layers.column_step(model, b, name, width)
+    column = local_blocks.column_step(model, b, name, width)
     return [*norm_steps(model, b, name), replace(column, weight=0.0)]
 
 
@@ -29,7 +29,7 @@ def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width
 
 def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
     """Dropout's mask has a byte an element."""
-    steps = local_layers.after_steps(model, b, kind, name)
+    steps = local_blocks.after_steps(model, b, kind, name)
     return [*steps[:-1], dropout_step(model, b, name)] if model.hidden_dropout else steps
 
 
