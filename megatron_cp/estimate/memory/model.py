@@ -90,11 +90,15 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
         kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    held = state_bytes(job, stage, chunks, where.te_layers)
+    shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
+    if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
+        kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
     kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
     kinds[EXPERTS] += _kept_routes(model, chunks) * tokens
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
-    kinds.update(state_bytes(job, stage, chunks, where.te_layers))
+    kinds.update(held)
     if where.context or where.waste:
         kinds["allocator"] = where.context + where.waste * activations
     return MemoryEstimate(dict(kinds), stage)
