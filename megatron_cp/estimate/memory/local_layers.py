@@ -43,24 +43,26 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     width = q + 2 * k
     steps = [*norm_steps(model, b, "attention"), column_step(model, b, "attention", width / b)]
     steps.append(Step({}, 2 * width))
+    together = model.kv_heads not in (heads, tp)  # queries are put together from groups of heads
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
         normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
-        if model.kv_heads != heads:
-            normed[ATTENTION, "q"] = q  # put together from groups of heads
+        if together:
+            normed[ATTENTION, "q"] = q
         if model.normalization == "RMSNorm":
             normed[ATTENTION, "normalized"] = q + k
         steps.append(Step(normed, 2 * width))
-    plain = model.position_embedding_type not in ("rope", "yarn")
+    rotates = model.position_embedding_type in ("rope", "yarn")
+    plain = not rotates and not model.qk_layernorm
     viewed = plain and not exchanges_heads(model)
-    if viewed and model.kv_heads == heads:
+    if viewed and not together:
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
-    if not plain:
+    if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
     core = core_steps(model, b, q, k, k, q, width)
-    if plain:  # keys, and queries of as many heads, are where the projection has left them, but for exchanged heads
-        names = ["k rotated", *(["q rotated"] if model.kv_heads == heads else [])]
+    if plain:  # keys, and queries of one or all groups, are where the projection has left them
+        names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
