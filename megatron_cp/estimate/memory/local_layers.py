@@ -83,17 +83,19 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
     inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): projected}
     keeps = {(ATTENTION, "q rotated"): q, (ATTENTION, "k read"): k, (ATTENTION, "v read"): v, (ATTENTION, "lse"): lse}
-    transports = known_transports(model.transports) if cp > 1 else ()
+    transports, ring = known_transports(model.transports) if cp > 1 else (), _ring_size(model)
     if any(each.name == "all_gather" for each in transports):
         keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
         gradients = out + 2 * q + 2.75 * cp * (k + v)
-    elif (ring := _ring_size(model)) > 1:
+    elif ring > 1:
         gradients = out + 1.5 * q + 5.5 * (k + v)
     else:
         gradients = out + 2 * (q + k + v)
     if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
         results = q + 2 * k
-        if ring > 1:
+        if (ATTENTION, "k read") not in keeps:  # gathered
+            gradients += results / 2 + (k + 2 * q) / 2
+        elif ring > 1:
             gradients = out + 4 * (k + v) + q + results + (k + 2 * q) / 2
         elif one_tile(model):
             gradients = out + results + max(k + 2 * q, q + k + v)
