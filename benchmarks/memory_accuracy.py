@@ -49,7 +49,7 @@ def main() -> int:
             print(f"{number}: {world_size} ranks {settings} failed: {str(error)[-300:]}", flush=True)
             continue
         for counted, predicted in stages:
-            each = errors(counted.peak, predicted)
+            each = errors(counted, predicted)
             wrong = {k: f"{v:+.1%}" for k, v in each.items() if abs(v) > (TOTAL if k == "total" else KIND)}
             outside += bool(wrong)
             for kind, error in each.items():

@@ -33,7 +33,7 @@ def predicted(row: Row) -> float:
     job, _ = job_of({**row, "gpu_type": row.get("gpu_type") or "h100"})
     if job.gemm not in ("bf16", "fp32"):
         raise Refused(f"{job.gemm} copies of weights and activations are not modelled")
-    return _of_metric(row, memory_estimate(job).kinds) / (GIB if "gib" in row["metric"] else 1e9)
+    return _of_metric(row, memory_estimate(job, _OTHERS).kinds) / (GIB if "gib" in row["metric"] else 1e9)
 
 
 def _of_metric(row: Row, kinds: Mapping[str, float]) -> float:
@@ -68,6 +68,7 @@ def _torchtitan(row: Row) -> float:
 
 # Of table 3 of arXiv:2205.05198: micro-batch size and interleaved stages, which the rows leave out.
 _KORTHIKANTI = {22: (4, None), 175: (1, 3), 530: (1, 3), 1: (1, None)}
+_OTHERS = replace(GPU, fused_gated_norm=True)  # programs other than this one
 _BEFORE_FLASH = replace(GPU, flash_attention=False)
 
 

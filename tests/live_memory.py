@@ -42,23 +42,21 @@ class Origin:
 class LiveMemory(TorchDispatchMode):
     """Follow every tensor's storage from the operation that makes it until it is freed.
 
-    peak: bytes by kind when the sum was largest. origins: bytes by origin at that time, to look into.
+    peaks: bytes by kind when the sum was largest in each module, forward and backward. origins: bytes by origin at the
+    largest of them, to look into.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._live: dict[int, tuple[weakref.ref, int, Origin]] = {}
         self._now: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
+        self.peaks: dict[str, Counter[str]] = {}
+        self._highest: Counter[str] = Counter()  # sum of each of them
         self._peak_total = self._total = 0
         self.origins: Counter[Origin] = Counter()
         self._modules: list[tuple[str, str]] = []
         self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
         self.detailed = False
-        self.loads: list[float] = []  # of each layer's experts here, beside the mean of all ranks
-        self._routed = 0
-        model = run.config.model
-        self._routes = model.moe_router_topk * (model.expert_tensor_parallel_size or 1)
         for buffer in get_global_memory_buffer().buffer.values():  # that of gathered tokens stays
             self._see(buffer, Origin(WORK, "gathered", "", tuple(buffer.shape)))
         for kind, tensor in states_of(run):
@@ -103,15 +101,17 @@ class LiveMemory(TorchDispatchMode):
             self._forget(key, known[0])
         if not size:
             return
+        kind, module = self._where()
         if not isinstance(made_by, Origin):
-            kind, module = self._where()
             made_by = Origin(kind, module, str(made_by), tuple(tensor.shape))
         reference = weakref.ref(storage, lambda dead, key=key: self._forget(key, dead))
         self._live[key] = reference, size, made_by
         self._now[made_by.kind] += size
         self._total += size
+        if self._total > self._highest[module]:
+            self._highest[module], self.peaks[module] = self._total, self._now.copy()
         if self._total > self._peak_total:
-            self._peak_total, self.peak = self._total, self._now.copy()
+            self._peak_total = self._total
             if self.detailed:
                 self.origins = Counter()
                 for _, each, origin in self._live.values():
@@ -137,10 +137,6 @@ class LiveMemory(TorchDispatchMode):
         ):
             kind = _KINDS["experts"]
         self._modules.append((kind, name))
-        if name.endswith("mlp.router") and torch._C._current_graph_task_id() == -1:
-            self._routed = inputs[0].shape[:-1].numel() * self._routes
-        if name.endswith("mlp.experts") and self._routed:
-            self.loads.append(inputs[0].shape[0] / self._routed)
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._modules.pop()

@@ -5,69 +5,35 @@ Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.local_blocks import (
+    after_steps,
+    column_step,
+    dropout_step,
+    norm_steps,
+    residual,
+    row_step,
+    sequence_parts,
+)
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
+__all__ = [
+    "attention_steps",
+    "dropout_step",
+    "ending_steps",
+    "experts_steps",
+    "latent_attention_steps",
+    "mamba_steps",
+    "mlp_steps",
+    "norm_steps",
+]
+
 CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
-
-
-def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
-    """Return the step of a residual norm; RMSNorm also keeps its input and root."""
-    stream = residual(model, b)
-    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
-    work = 3 * stream
-    if model.normalization == "RMSNorm":
-        keeps[RESIDUAL, f"{name} normalized"] = stream
-    else:
-        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
-        work = 2 * stream
-    return [Step(keeps, work)]
-
-
-def residual(model: ModelConfig, b: int) -> float:
-    """Bytes a token of the residual stream on this rank."""
-    return model.hidden_size * b / _parts(model)
-
-
-def _parts(model: ModelConfig) -> int:
-    return model.tensor_model_parallel_size if model.sequence_parallel else 1
-
-
-def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
-    """Return the step of a column-parallel product, ``width`` on this rank."""
-    whole = model.hidden_size * b
-    again = whole + whole / _parts(model) if model.sequence_parallel else 0  # gloo copies what it reduces and scatters
-    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
-
-
-def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
-    """Return the step of a row-parallel product."""
-    whole = model.hidden_size * b
-    gathered = whole if model.sequence_parallel else 0
-    return Step({keeps: width * b}, width * b + gathered, whole * width)
-
-
-def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
-    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
-    stream, steps = residual(model, b), []
-    if model.sandwich_norm:
-        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
-        if model.normalization == "RMSNorm":
-            keeps[RESIDUAL, f"{name} after normalized"] = stream
-        steps.append(Step(keeps, 3 * stream))
-    if model.hidden_dropout:
-        steps.append(dropout_step(model, b, name))
-    return steps
-
-
-def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
-    """On a CPU the mask has the activations' own dtype."""
-    stream = residual(model, b)
-    return Step({(RESIDUAL, f"{name} mask"): stream}, stream)
 
 
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
@@ -77,31 +43,35 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     width = q + 2 * k
     steps = [*norm_steps(model, b, "attention"), column_step(model, b, "attention", width / b)]
     steps.append(Step({}, 2 * width))
+    together = model.kv_heads not in (heads, tp)  # queries are put together from groups of heads
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
         normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
-        if model.kv_heads != heads:
-            normed[ATTENTION, "q"] = q  # put together from groups of heads
+        if together:
+            normed[ATTENTION, "q"] = q
         if model.normalization == "RMSNorm":
             normed[ATTENTION, "normalized"] = q + k
         steps.append(Step(normed, 2 * width))
     rotates = model.position_embedding_type in ("rope", "yarn")
-    if not rotates and model.kv_heads == heads:
+    plain = not rotates and not model.qk_layernorm
+    viewed = plain and not exchanges_heads(model)
+    if viewed and not together:
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
     if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
     core = core_steps(model, b, q, k, k, q, width)
-    if not rotates:  # keys, and queries of as many heads, are read where the projection has left them
-        core = [_without(step, "k rotated", *(["q rotated"] if model.kv_heads == heads else [])) for step in core]
+    if plain:  # keys, and queries of one or all groups, are where the projection has left them
+        names = ["k rotated", *([] if together else ["q rotated"])]
+        core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
-def _without(step: Step, *names: str) -> Step:
-    keeps, inputs = ({key: size for key, size in of.items() if key[1] not in names} for of in (step.keeps, step.inputs))
-    return replace(step, keeps=keeps, inputs=inputs)
+def _without(step: Step, kept: Sequence[str], inputs: Sequence[str]) -> Step:
+    keeps = {key: size for key, size in step.keeps.items() if key[1] not in kept}
+    return replace(step, keeps=keeps, inputs={key: size for key, size in step.inputs.items() if key[1] not in inputs})
 
 
 def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: float, projected: float) -> list[Step]:
@@ -113,19 +83,45 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     lse = 4 * model.num_attention_heads / model.tensor_model_parallel_size
     inputs = {(ATTENTION, "q rotated"): q, (ATTENTION, "k rotated"): k, (ATTENTION, "qkv"): projected}
     keeps = {(ATTENTION, "q rotated"): q, (ATTENTION, "k read"): k, (ATTENTION, "v read"): v, (ATTENTION, "lse"): lse}
-    transports = known_transports(model.transports) if cp > 1 else ()
+    transports, ring = known_transports(model.transports) if cp > 1 else (), _ring_size(model)
     if any(each.name == "all_gather" for each in transports):
         keeps = {**inputs, (ATTENTION, "lse"): lse}  # gathered again backward
-        gradients, name = out + 1.5 * q + 2.5 * cp * (k + v), "output"
-    elif any(each.exchanges_heads for each in transports):
-        gradients, name = out + 2 * (q + k + v), "output of heads"
-    elif transports:
-        gradients, name = out + 1.5 * q + 5.5 * (k + v), "output"
+        gradients = out + 2 * q + 2.75 * cp * (k + v)
+    elif ring > 1:
+        gradients = out + 1.5 * q + 5.5 * (k + v)
     else:
-        gradients, name = out + 2 * (q + k + v), "output"
-    if v != k:  # the kernel wants heads of one size
-        gradients += 1.75 * q if cp > 1 else max(0.0, q + k - 2 * v)
+        gradients = out + 2 * (q + k + v)
+    if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
+        results = q + 2 * k
+        if (ATTENTION, "k read") not in keeps:  # gathered
+            gradients += results / 2 + (k + 2 * q) / 2
+        elif ring > 1:
+            gradients = out + 4 * (k + v) + q + results + (k + 2 * q) / 2
+        elif one_tile(model):
+            gradients = out + results + max(k + 2 * q, q + k + v)
+        else:  # sums of tiles, and the results and padded inputs of half of the rows
+            gradients = out + q + k + v + results + (k + 2 * q) / 2
+    name = "output of heads" if exchanges_heads(model) else "output"
     return [Step({**keeps, (ATTENTION, name): out}, gradients, module="core_attn", inputs=inputs)]
+
+
+def exchanges_heads(model: ModelConfig) -> bool:
+    """Return whether a transport gives attention its own copies of queries, keys and values."""
+    return model.context_parallel_size > 1 and any(each.exchanges_heads for each in known_transports(model.transports))
+
+
+def _ring_size(model: ModelConfig) -> int:
+    """Return the ranks whose keys come to a rank's queries; an exchange of heads leaves fewer, or one."""
+    if not exchanges_heads(model):
+        return model.context_parallel_size
+    levels = model.hierarchical_context_parallel_sizes
+    hierarchical = any(each.hierarchical for each in known_transports(model.transports))
+    return levels[1] if hierarchical and levels else 1
+
+
+def one_tile(model: ModelConfig) -> bool:
+    """Return whether attention is one call of the kernel; larger squares are cut (attention/kernels/cpu.py)."""
+    return _ring_size(model) == 1 and (model.seq_length or 0) <= 256
 
 
 def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
@@ -150,7 +146,7 @@ def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
 
 def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     hidden, topk, count = model.hidden_size, model.moe_router_topk, model.num_moe_experts or 1
-    parts, etp = _parts(model), model.expert_tensor_parallel_size or 1
+    parts, etp = sequence_parts(model), model.expert_tensor_parallel_size or 1
     local = count // model.expert_model_parallel_size
     width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * hidden) / etp
     inside = (model.moe_latent_size or hidden) * b
@@ -158,10 +154,19 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     e = routed * width * b
     out = routed * inside
     steps = []
-    router = (5 * count + topk * (8 + b)) / parts
+    inner = 2 if model.gated_linear_unit else 1
+    if shared := model.moe_shared_expert_intermediate_size:
+        s = shared * b / model.tensor_model_parallel_size
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
+        if model.gated_linear_unit:
+            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
+        if model.moe_shared_expert_gate:
+            keeps[EXPERTS, "shared output"] = stream
+        steps.append(Step(keeps, 3 * s + stream))
+    scores = 5 * count + (4 * count if model.moe_aux_loss_coeff else 0)  # the auxiliary loss has its own softmax
+    router = (scores + topk * (8 + b)) / parts
     steps.append(Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream))
     steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
-    inner = 2 if model.gated_linear_unit else 1
     steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
     keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
     if model.gated_linear_unit:
@@ -173,14 +178,6 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     else:
         forward += 2 * out
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
-    if shared := model.moe_shared_expert_intermediate_size:
-        s = shared * b / model.tensor_model_parallel_size
-        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
-        if model.gated_linear_unit:
-            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
-        if model.moe_shared_expert_gate:
-            keeps[EXPERTS, "shared output"] = stream
-        steps.append(Step(keeps, 3 * s + stream))
     steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
     return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 
@@ -197,17 +194,18 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     normed = 2 if model.normalization == "RMSNorm" else 1
     keeps = {(ATTENTION, "compressed"): float(rank + latent + shared)}
     if model.qk_layernorm:
-        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / _parts(model)
-        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / _parts(model)
+        keeps[ATTENTION, "normalized"] = normed * (rank + latent) / sequence_parts(model)
+        keeps[ATTENTION, "roots"] = b * (1 + (model.q_lora_rank is not None)) / sequence_parts(model)
     steps.append(Step(keeps, 2 * (rank + latent + shared) + q + v, 0))
-    tables = 5 * model.qk_pos_emb_head_dim * b / micro_batch_size
+    tables = 4 * model.qk_pos_emb_head_dim * b / micro_batch_size
     steps.append(Step({(ATTENTION, "angles"): tables}, 4 * q + v))
-    steps += core_steps(model, b, q, q, v, v, v)
-    steps.append(row_step(model, b, (ATTENTION, "output"), v / b))
+    padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
+    steps += core_steps(model, b, q, q, padded, padded, v)
+    steps.append(row_step(model, b, (ATTENTION, "output" if padded == v else "unpadded output"), v / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
-def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     """Return the steps of the scan in PyTorch (models/layers/mamba/ssd.py), in float32"""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
     shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)

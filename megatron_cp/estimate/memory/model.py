@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
-from megatron_cp.estimate.memory.local_layers import residual
-from megatron_cp.estimate.memory.parts import LayerSettings, embedding_cost, ending_cost, layer_cost, whole_layers_again
+from megatron_cp.estimate.memory.local_blocks import residual
+from megatron_cp.estimate.memory.parts import (
+    LayerSettings,
+    embedding_cost,
+    ending_costs,
+    layer_cost,
+    whole_layers_again,
+)
 from megatron_cp.estimate.memory.platform import GPU, Platform
-from megatron_cp.estimate.memory.stages import Chunk, chunks_of_stages, microbatches_under_way
+from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
 from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
@@ -45,41 +52,88 @@ def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimat
 def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunks: Sequence[Chunk]) -> MemoryEstimate:
     model, tokens = job.model, job.tokens_per_rank
     last = stage == model.pipeline_model_parallel_size - 1
-    under_way = microbatches_under_way(model, stage, job.microbatches)
+    ending: list[PartCost] = []
     costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
-    if stage == 0 and model.hidden_dropout:
+    if stage == 0:
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         chunk = model.cross_entropy_chunk_size
-        costs[-1] = [*costs[-1], ending_cost(settings, rows, chunk if chunk and chunk < tokens else None)]
+        ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
+        costs[-1] = [*costs[-1], *ending]
+    stream = tokens * residual(model, settings.item)
+    waiting = [[0.0] * len(parts) for parts in costs]
+    if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
+        weight = rows * model.hidden_size * settings.item  # its gradient waits until the embedding's last use
+        waiting[0] = [weight] * (len(costs[0]) - len(ending)) + [0.0] * len(ending)
+    elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
+        waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
+    worst = [_worst(parts, tokens, more) for parts, more in zip(costs, waiting, strict=True)]
+    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
+    states = backward_states(model, stage, job.microbatches)
+    chunk, under_way = max(
+        states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
+    )
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
-    kinds = _at_the_peak(kept, costs[-1], tokens)
-    stream = tokens * residual(model, settings.item)
-    kinds["buffers"] += _between_stages(model, stage, job.microbatches) * stream
+    kinds = kept.copy()
+    for kind, size in worst[chunk][1].items():
+        kinds[kind] += size
+    in_layers = chunk < len(chunks) - 1 or worst[chunk][2] < len(costs[chunk]) - len(ending)
+    received, sent = _between_stages(model, stage, job.microbatches, in_layers)
+    kinds[RESIDUAL] += received * stream
+    kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
         kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    held = state_bytes(job, stage, chunks, where.te_layers)
+    shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
+    if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
+        kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
+    kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
+    kinds[EXPERTS] += _kept_routes(model, chunks) * tokens
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
-    kinds.update(state_bytes(job, stage, chunks, where.te_layers))
+    kinds.update(held)
     if where.context or where.waste:
         kinds["allocator"] = where.context + where.waste * activations
     return MemoryEstimate(dict(kinds), stage)
 
 
-def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> int:
-    """Count the residual-sized tensors that a stage has sent or received early."""
-    if model.pipeline_model_parallel_size == 1 or microbatches == 1:
-        return 0
-    if (model.virtual_pipeline_model_parallel_size or 1) > 1:
-        return 5 if stage else 3
-    return 1 if stage else 0
+def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
+    """Count the residual-sized tensors that a stage has received for forward passes, and other messages.
+
+    in_layers: the peak is in a layer, whose output's gradient another stage has sent.
+    """
+    pp = model.pipeline_model_parallel_size
+    if pp == 1 or microbatches == 1:
+        return 0, 0
+    if (model.virtual_pipeline_model_parallel_size or 1) == 1:
+        return (0, 1) if stage else (0, 0)
+    if microbatches <= pp:  # all forward passes are over
+        return (1, 1) if stage else (0, 0)
+    return (2 + in_layers, 3 + in_layers) if stage else (1, 2)
+
+
+def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
+    """Count the bytes a position that latent attention keeps always: each layer has a cache of rotary angles."""
+    layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
+    return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
+
+
+def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
+    """Count the bytes a token that token dispatchers hold although their layers are recomputed."""
+    again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
+    layers = [parts.count("E") for chunk in chunks for parts in chunk]
+    running = sum(layers) * (model.recompute_num_layers or 1) / len(layers)  # among what is recomputed at the peak
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return (
+        again * max(0.0, sum(layers) - running) * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
+    )
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
@@ -94,30 +148,35 @@ def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
     model = settings.model
     if model.recompute_granularity != "full":
-        return [layer_cost(settings, parts) for parts in chunk]
+        return [layer_cost(settings, part) for parts in chunk for part in parts]
     size = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
         return [whole_layers_again(settings, chunk[start : start + size]) for start in range(0, len(chunk), size)]
     again = [whole_layers_again(settings, (parts,)) for parts in chunk[:size]]
-    return again + [layer_cost(settings, parts) for parts in chunk[size:]]
+    return again + [layer_cost(settings, part) for parts in chunk[size:] for part in parts]
 
 
-def _at_the_peak(kept: Kinds, parts: Sequence[PartCost], tokens: float) -> Kinds:
-    """Return the bytes by kind at the peak of a backward pass through ``parts``."""
-    held = kept.copy()
-    total, most, peak = sum(held.values()), -1.0, kept.copy()
+def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:
+    """Return what a microbatch's backward pass adds to all that is kept, at its peak: sum, kinds, place.
+
+    waiting: bytes that other gradients hold while a part's backward pass runs.
+    """
+    total, most, place = 0.0, -math.inf, 0
     known: set[int] = set()
-    for part in reversed(parts):
-        for kind, size in part.kept.items():
-            held[kind] -= size * tokens
+    for number in reversed(range(len(parts))):
+        part = parts[number]
         total -= part.size * tokens
         if id(part) in known:  # the same, with less beside it
             continue
         known.add(id(part))
-        worst = part.worst(tokens)
-        if (here := total + worst.total(tokens)) > most:
-            most, peak = here, held.copy()
-            for kind, size in worst.kept.items():
-                peak[kind] += size * tokens
-            peak["buffers"] += worst.gradients * tokens + worst.weight
-    return peak
+        if (here := total + part.worst(tokens).total(tokens) + waiting[number]) > most:
+            most, place = here, number
+    added: Kinds = defaultdict(float)
+    for part in parts[place:]:
+        for kind, size in part.kept.items():
+            added[kind] -= size * tokens
+    moment = parts[place].worst(tokens)
+    for kind, size in moment.kept.items():
+        added[kind] += size * tokens
+    added["buffers"] += moment.gradients * tokens + moment.weight + waiting[place]
+    return most, added, place

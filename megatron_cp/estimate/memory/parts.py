@@ -12,6 +12,7 @@ from types import ModuleType
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.memory import local_layers, te_layers
+from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.platform import Platform
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
@@ -39,10 +40,11 @@ class LayerSettings:
 
     def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
         self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
-        self.te_layers = where.te_layers
+        self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
+        self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        self._key = (self.te_layers, self.scores, gemm, micro_batch_size, load, *values)
+        self._key = (self.te_layers, self.fused_norm, self.scores, self.one_tile, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -62,7 +64,7 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
     """Return the cost of a layer, with selective recomputation."""
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    stream = local_layers.residual(model, b)
+    stream = residual(model, b)
     chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
     steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
     return in_sequence([cost_of(each, stream) for each in steps])
@@ -75,7 +77,7 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
         return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
     if part == "E":
         return layers.experts_steps(model, b, settings.load)
-    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.micro_batch_size)
+    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.fused_norm)
 
 
 def _with_scores(settings: LayerSettings, step: Step) -> Step:
@@ -107,11 +109,18 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
     if not again:
         return steps
     inside = steps[again[0] : again[-1] + 1]
-    inputs, cost = inside[0].inputs, cost_of(inside, 0.0)
-    made = local_layers.residual(settings.model, settings.item)  # again, and there while backward runs
-    most = max(moment.total(1.0) - moment.weight + made * (moment.gradients > 0) for moment in cost.moments)
-    gradients = max(0.0, most - sum(inputs.values()))
-    one = Step(inputs, gradients, max(moment.weight for moment in cost.moments), forward=inside[-1].forward)
+    inputs, model, attention = inside[0].inputs, settings.model, inside[0].module == "core_attn"
+    stream = residual(model, settings.item)
+    apart = not attention and (model.sandwich_norm or model.hidden_dropout)  # its gradient is not the residual's
+    cost = cost_of(inside, stream if apart else 0.0)
+    exchanged = inside[-1].keeps.get((ATTENTION, "output of heads"), 0.0)
+    made = 2 * exchanged if attention else stream  # its output again; attention's own is among what it keeps
+    there = sum(size for key, size in inputs.items() if not exchanged and any(key in step.keeps for step in inside))
+    moments = []
+    for moment in cost.moments:
+        held = sum(moment.kept.values()) + moment.gradients + made * (moment.gradients > 0)
+        moments.append(Moment({}, max(0.0, held - there), moment.weight))
+    one = Step(inputs, 0.0, forward=inside[-1].forward, again=moments)
     return [*steps[: again[0]], one, *steps[again[-1] + 1 :]]
 
 
@@ -121,7 +130,7 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartC
 
     While its backward pass runs, what came out of it exists again.
     """
-    stream = local_layers.residual(settings.model, settings.item)
+    stream = residual(settings.model, settings.item)
     cost = in_sequence([layer_cost(settings, each) for each in parts])
     kept = stream
     if settings.model.distribute_saved_activations:
@@ -134,30 +143,51 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartC
 
 @lru_cache(maxsize=4096)
 def embedding_cost(settings: LayerSettings) -> PartCost:
-    """Of the embedding's dropout."""
+    """Return what the embedding keeps: rows of its own vocabulary, and dropout's mask."""
+    model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    stream = local_layers.residual(settings.model, settings.item)
-    return cost_of([layers.dropout_step(settings.model, settings.item, "embedding")], stream)
+    steps = [Step({(RESIDUAL, "rows"): 9.0 if model.tensor_model_parallel_size > 1 else 0.0}, 0.0)]
+    if model.hidden_dropout:
+        steps.append(layers.dropout_step(model, b, "embedding"))
+    return cost_of(steps, residual(model, b))
 
 
 @lru_cache(maxsize=4096)
-def ending_cost(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> PartCost:
-    """Return the last norm, output layer and loss; ``rows``: vocabulary on this rank.
+def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> list[PartCost]:
+    """Return the last norm, layers of multi-token prediction, output layer and loss.
 
-    tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
+    rows: vocabulary on this rank. tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
     steps = layers.ending_steps(model, b, rows, tokens_at_once)
-    ending = cost_of(steps, 0.0)
-    depths = model.mtp_num_layers or 0
-    if not depths:
-        return ending
-    stream = local_layers.residual(model, b)
+    if not (depths := model.mtp_num_layers or 0):
+        return [cost_of(steps, 0.0)]
+    stream, weight = residual(model, b), float(rows * model.hidden_size * b)
+    outputs = (1 + depths) * stream  # of the main model and each depth, in one tensor; its gradient is another
+    parts = [cost_of(steps[:1], stream)]
+    for depth in range(1, depths + 1):
+        waits = model.share_embeddings_and_output_weights or depth < depths
+        parts += [beside(part, outputs, weight * waits) for part in _depth_costs(settings, layers, depth)]
+    parts.append(cost_of([Step({}, 2 * outputs), Step({(RESIDUAL, "outputs"): outputs}, 0.0)], 0.0))
+    keeps = {key: size for key, size in steps[1].keeps.items() if key[0] != RESIDUAL}
+    loss = cost_of([replace(steps[1], keeps=keeps), *steps[2:]], 0.0)
+    return parts + [beside(loss, done * stream, weight * (done > 0)) for done in range(depths, -1, -1)]
+
+
+def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> list[PartCost]:
+    model, b = settings.model, settings.item
+    stream = residual(model, b)
     norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
-    joined = Step({(RESIDUAL, "joined"): 2 * local_layers.residual(model, b)}, 4 * stream)
-    layer = mtp_depths(model)[0]
-    before = cost_of([*norms, joined], stream)
-    each = [before, *(layer_cost(settings, parts) for parts in layer)]
+    joined = cost_of([*norms, Step({(RESIDUAL, "joined"): 2 * stream}, 4 * stream)], stream)
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
-    return in_sequence([*([*each, last_norm] * depths), ending, *([cost_of(steps[1:], 0.0)] * depths)])
+    layer = mtp_depths(model)[0 if model.mtp_use_repeated_layer else depth - 1]
+    return [embedding_cost(settings), joined, *(layer_cost(settings, parts) for parts in layer), last_norm]
+
+
+def beside(part: PartCost, gradients: float, weight: float) -> PartCost:
+    """Return a part whose backward pass runs while gradients of others wait."""
+    moments = [
+        replace(each, gradients=each.gradients + gradients, weight=each.weight + weight) for each in part.moments
+    ]
+    return PartCost(part.kept, moments)

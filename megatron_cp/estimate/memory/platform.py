@@ -13,12 +13,14 @@ class Platform:
         project's attention.
     context: bytes of the CUDA context, libraries and NCCL outside PyTorch's allocator.
     waste: allocator fragmentation, as a fraction of activations, activation gradients and buffers.
+    fused_gated_norm: Mamba layers use mamba-ssm's gated norm, which keeps its 16-bit input. False: this project's.
     flash_attention: attention does not store scores. False for figures published before flash attention.
     """
 
     te_layers: bool
     context: float = 0.0
     waste: float = 0.0
+    fused_gated_norm: bool = False
     flash_attention: bool = True
 
 

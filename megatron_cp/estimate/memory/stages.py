@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 
+States = tuple[tuple[int, tuple[int, ...]], ...]
 Chunk = tuple[str, ...]  # part letters of each layer, as in ``model.layer_types``
 
 
@@ -47,30 +49,35 @@ def _layers_of_stage(model: ModelConfig, stage: int) -> int:
     return (model.num_layers + counted - (first or 0) - (last or 0)) // max(1, pp - given)
 
 
-def microbatches_under_way(model: ModelConfig, stage: int, microbatches: int) -> list[int]:
-    """Return the peak number of in-flight microbatches of each virtual stage.
+def backward_states(model: ModelConfig, stage: int, microbatches: int) -> States:
+    """Return each chunk that runs its backward pass, with the microbatches in flight in every chunk of the stage.
 
     A microbatch is in flight between its forward and its backward pass. Schedules are those of megatron-core 0.19.2
     (``pipeline_parallel/schedules.py``): 1F1B, and interleaved 1F1B with virtual stages. The interleaved schedule runs
     groups of ``microbatch_group_size_per_vp_stage`` microbatches.
     """
     pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
-    if pp == 1:
-        return [1]
     if virtual == 1:
-        return [min(microbatches, pp - stage)]
+        return ((0, (min(microbatches, pp - stage),)),)
     group = model.microbatch_group_size_per_vp_stage or pp
-    total = microbatches * virtual
-    warmup = min(total, 2 * (pp - stage - 1) + (virtual - 1) * group)
-    if microbatches == pp:
-        warmup = total
-    under_way = min(total, warmup + 1)
-    counts: Counter[int] = Counter()
-    first = 0
-    while under_way > 0:
-        size = min(group, microbatches - first)
-        for chunk in range(virtual):
-            counts[chunk] += min(size, max(0, under_way))
-            under_way -= size
-        first += size
-    return [counts[chunk] for chunk in range(virtual)]
+    return _interleaved(pp, virtual, group, stage, min(microbatches, 3 * max(pp, group)))
+
+
+@lru_cache(maxsize=4096)
+def _interleaved(pp: int, virtual: int, group: int, stage: int, microbatches: int) -> States:
+    order = [
+        chunk
+        for first in range(0, microbatches, group)
+        for chunk in range(virtual)
+        for _ in range(min(group, microbatches - first))
+    ]
+    warmup = min(len(order), 2 * (pp - stage - 1) + (virtual - 1) * group)
+    counts = Counter(order[:warmup])
+    states: dict[tuple[int, tuple[int, ...]], None] = {}  # in order, each once
+    for number in range(len(order)):
+        if warmup + number < len(order):
+            counts[order[warmup + number]] += 1
+        chunk = virtual - 1 - order[number]
+        states[chunk, tuple(counts[each] for each in range(virtual))] = None
+        counts[chunk] -= 1
+    return tuple(states)

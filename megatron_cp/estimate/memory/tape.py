@@ -15,25 +15,6 @@ EXPERTS, MAMBA, LOGITS = "activations: experts", "activations: mamba", "logits"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operation.
-
-    keeps: tensors that its backward needs, by kind and name; a tensor of two steps lives until the first one's.
-    gradients: what its backward holds beside those: gradients of its outputs and inputs, and what they are made with.
-    weight: bytes of its weight's gradient, whatever the tokens, until it is added to the sum over microbatches.
-    module: of selective recomputation, that the step belongs to. inputs: what is kept where this module is recomputed.
-    forward: what its forward pass holds beside all that was kept until then.
-    """
-
-    keeps: Mapping[tuple[str, str], float]
-    gradients: float
-    weight: float = 0.0
-    module: str = ""
-    inputs: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    forward: float = 0.0
-
-
-@dataclass(frozen=True)
 class Moment:
     """The memory of a part at one moment of its backward pass."""
 
@@ -43,6 +24,27 @@ class Moment:
 
     def total(self, tokens: float) -> float:
         return (sum(self.kept.values()) + self.gradients) * tokens + self.weight
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation.
+
+    keeps: tensors that its backward needs, by kind and name; a tensor of two steps lives until the first one's.
+    gradients: what its backward holds beside those: gradients of its outputs and inputs, and what they are made with.
+    weight: bytes of its weight's gradient, whatever the tokens, until it is added to the sum over microbatches.
+    module: of selective recomputation, that the step belongs to. inputs: what is kept where this module is recomputed.
+    forward: what its forward pass holds beside all that was kept until then.
+    again: of a recomputed module, the moments of its backward pass; they replace gradients and weight.
+    """
+
+    keeps: Mapping[tuple[str, str], float]
+    gradients: float
+    weight: float = 0.0
+    module: str = ""
+    inputs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    forward: float = 0.0
+    again: Sequence[Moment] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
             moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0))
     for place in reversed(range(len(steps))):
         step = steps[place]
-        moments.append(Moment(_by_kind(alive), stream + step.gradients, step.weight))
+        for gradients, weight in [(each.gradients, each.weight) for each in step.again] or [
+            (step.gradients, step.weight)
+        ]:
+            moments.append(Moment(_by_kind(alive), stream + gradients, weight))
         earlier = {name for before in steps[:place] for name in before.keeps}
         for name in step.keeps.keys() - earlier:
             del alive[name]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_cp.config.model_config import ModelConfig
-from megatron_cp.estimate.memory import local_layers
-from megatron_cp.estimate.memory.local_layers import residual, row_step
+from megatron_cp.estimate.memory import local_blocks, local_layers
+from megatron_cp.estimate.memory.local_blocks import residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.fusions import fused_loss
 from megatron_cp.models.layers.mamba.shape import MambaShape
@@ -18,7 +18,7 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 
 def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
     """Return the step of a fused norm and product; ``width``: output on this rank."""
-    column = local_layers.column_step(model, b, name, width)
+    column = local_blocks.column_step(model, b, name, width)
     return [*norm_steps(model, b, name), replace(column, weight=0.0)]
 
 
@@ -29,7 +29,7 @@ def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width
 
 def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
     """Dropout's mask has a byte an element."""
-    steps = local_layers.after_steps(model, b, kind, name)
+    steps = local_blocks.after_steps(model, b, kind, name)
     return [*steps[:-1], dropout_step(model, b, name)] if model.hidden_dropout else steps
 
 
@@ -42,6 +42,12 @@ def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     roots = 4.0 if model.normalization == "RMSNorm" else 8.0
     keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
     return [Step(keeps, 3 * residual(model, b))]
+
+
+def _norm_output(model: ModelConfig, b: int) -> float:
+    """Return what is kept of a norm's output where no product is fused with the norm."""
+    again = model.recompute_granularity == "selective" and "layernorm" in (model.recompute_modules or [])
+    return 0.0 if again else residual(model, b)
 
 
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
@@ -72,14 +78,15 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
     q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
     v = heads * model.v_head_dim * b / tp
+    padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
     compressed = ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim) * b
     steps = [
         Step({(RESIDUAL, "attention input"): stream, (RESIDUAL, "attention root"): 4.0}, 3 * stream),
-        Step({(RESIDUAL, "attention output"): stream}, 2 * stream + compressed),
+        Step({(RESIDUAL, "attention output"): _norm_output(model, b)}, 2 * stream + compressed),
         Step({(ATTENTION, "compressed"): 2 * compressed}, 2 * compressed + q + v),
         Step({}, 3 * q + v),
-        *core_steps(model, q, q, v, v),
-        row_without_weight(model, b, (ATTENTION, "output"), v / b),
+        *core_steps(model, q, q, padded, padded),
+        row_without_weight(model, b, (ATTENTION, "output" if padded == v else "unpadded output"), v / b),
     ]
     return steps + after_steps(model, b, ATTENTION, "attention")
 
@@ -107,7 +114,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     e, out = routed * width * b, routed * (model.moe_latent_size or hidden) * b
     router = (3 * 4 * count + topk * 8) / parts
     steps = [
-        Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream),
+        Step({(RESIDUAL, "experts output"): _norm_output(model, b), (EXPERTS, "router"): router}, 3 * stream),
         Step({(EXPERTS, "tokens"): out, (EXPERTS, "probabilities"): 4 * routed}, 2 * out + inner * e),
         Step({(EXPERTS, "matrix 1"): inner * e}, (1 + inner) * e + out),
         Step({(EXPERTS, "activation"): e}, 2 * out + e),
@@ -117,19 +124,25 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
         steps.append(
             Step({(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}, (1 + inner) * s + stream)
         )
-    steps = [replace(step, module="moe", inputs={(RESIDUAL, "experts output"): stream}) for step in steps]
+    steps = [
+        replace(step, module="moe", inputs={(RESIDUAL, "experts output"): _norm_output(model, b)}) for step in steps
+    ]
     norm = Step({(RESIDUAL, "experts input"): stream, (RESIDUAL, "experts root"): 4.0}, 3 * stream)
     return [norm, *steps, *after_steps(model, b, EXPERTS, "experts")]
 
 
-def mamba_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
-    """mamba-ssm's fused kernel keeps its input and output, and makes the rest again."""
+def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
+    """mamba-ssm's fused kernel keeps its input and output, and makes the rest again.
+
+    fused_norm: of Platform. This project's norm keeps its input and the normalized input in float32.
+    """
     tp, shape = model.tensor_model_parallel_size, MambaShape.of(model)
     projected, inner = sum(shape.projected) / tp, shape.inner / tp
+    gated = inner * b if fused_norm else 2 * inner * 4
     return [
         *norm_and_column_steps(model, b, "mamba", projected),
         Step({(MAMBA, "projected"): projected * b, (MAMBA, "scanned"): inner * b}, (3 * projected + inner) * b),
-        Step({(MAMBA, "gated"): 3 * inner * 4}, 2 * inner * 4),
+        Step({(MAMBA, "gated"): gated, (MAMBA, "roots"): 4 * shape.groups / tp}, 2 * inner * 4),
         row_without_weight(model, b, (MAMBA, "normalized"), inner),
     ]
 

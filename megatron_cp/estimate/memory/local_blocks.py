@@ -1,0 +1,66 @@
+"""Norms, products and dropout of megatron-core's layers on a CPU, as steps. Pure.
+
+Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
+"""
+
+from __future__ import annotations
+
+from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.tape import RESIDUAL, Step
+
+
+def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
+    """Return the step of a residual norm; RMSNorm also keeps its input and root."""
+    stream = residual(model, b)
+    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
+    work = 3 * stream
+    if model.normalization == "RMSNorm":
+        keeps[RESIDUAL, f"{name} normalized"] = stream
+    else:
+        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
+        work = 2 * stream
+    return [Step(keeps, work)]
+
+
+def residual(model: ModelConfig, b: int) -> float:
+    """Bytes a token of the residual stream on this rank."""
+    return model.hidden_size * b / sequence_parts(model)
+
+
+def sequence_parts(model: ModelConfig) -> int:
+    return model.tensor_model_parallel_size if model.sequence_parallel else 1
+
+
+def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
+    """Return the step of a column-parallel product, ``width`` on this rank."""
+    whole = model.hidden_size * b
+    again = (
+        whole + whole / sequence_parts(model) if model.sequence_parallel else 0
+    )  # gloo copies what it reduces and scatters
+    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
+
+
+def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
+    """Return the step of a row-parallel product."""
+    whole = model.hidden_size * b
+    gathered = whole if model.sequence_parallel else 0
+    return Step({keeps: width * b}, width * b + gathered, whole * width)
+
+
+def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
+    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
+    stream, steps = residual(model, b), []
+    if model.sandwich_norm:
+        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
+        if model.normalization == "RMSNorm":
+            keeps[RESIDUAL, f"{name} after normalized"] = stream
+        steps.append(Step(keeps, 3 * stream))
+    if model.hidden_dropout:
+        steps.append(dropout_step(model, b, name))
+    return steps
+
+
+def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
+    """On a CPU the mask has the activations' own dtype."""
+    stream = residual(model, b)
+    return Step({(RESIDUAL, f"{name} mask"): stream}, stream)
