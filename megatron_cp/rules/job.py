@@ -11,7 +11,7 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 
-_VOCABULARY = 32768  # assumed if only a tokenizer's file has the size
+ASSUMED_VOCABULARY = 32768  # assumed if only a tokenizer's file has the size
 
 
 def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
@@ -53,7 +53,7 @@ def assumed_job(case: Case) -> Job:
     """
     config = case.config
     if known_vocab_size(config.model, config.tokenizer) is None:
-        config = replace(config, model=replace(config.model, vocab_size=_VOCABULARY))
+        config = replace(config, model=replace(config.model, vocab_size=ASSUMED_VOCABULARY))
     job = job_of(replace(case, config=config))
     assert job is not None
     return job

@@ -12,9 +12,10 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DistributedConfig, ModelConfig, RunConfig
 from megatron_cp.estimate.time import time_estimate
 from megatron_cp.launch import launcher
+from megatron_cp.models.vocabulary import known_vocab_size
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
-from megatron_cp.rules.job import assumed_job, device_of
+from megatron_cp.rules.job import ASSUMED_VOCABULARY, assumed_job, device_of
 from megatron_cp.rules.remedies import Case
 
 _MOST_SHOWN = 4  # transports in the reason for a choice
@@ -122,7 +123,9 @@ def _selected(
     ranked = sorted(zip(seconds, found, strict=True), key=lambda pair: float(f"{pair[0]:.4g}"))
     shown = ", ".join(f"{_shown(each)} {time:.3g} s" for time, each in ranked[:_MOST_SHOWN])
     reason = f"the fastest of {len(found)} by the estimated step time on {device.name}: {shown}"
-    return *ranked[0][1], "; ".join(filter(None, (reason, restricted)))
+    known = known_vocab_size(model, config.tokenizer) is not None
+    assumed = None if known else f"a vocabulary of {ASSUMED_VOCABULARY:,} is assumed"
+    return *ranked[0][1], "; ".join(filter(None, (reason, assumed, restricted)))
 
 
 def _with_transport(model: ModelConfig, choice: Choice) -> ModelConfig:

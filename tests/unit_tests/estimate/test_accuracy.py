@@ -67,7 +67,7 @@ def test_context_parallel_bars_are_in_order(found: list[Outcome]) -> None:
                 assert (one.predicted or 0) < (other.predicted or 0)
 
 
-def test_a_row_that_cannot_be_predicted_says_why() -> None:
+def test_a_row_without_a_prediction_has_a_reason() -> None:
     whole = {
         "source": "mine",
         "model": "llama3-8b",

@@ -33,6 +33,6 @@ def test_what_does_not_fit_is_refused_unless_it_is_not_checked(validate):
     assert "estimated peak" in out and out.endswith("memory is not checked (--no-memory-check)\n")
 
 
-def test_nothing_is_said_of_ranks_on_cpus(validate):
+def test_ranks_on_cpus_get_no_memory_line(validate):
     code, out, _ = validate("--environment", "cpu")
     assert code == 0 and "estimated peak" not in out and out.endswith("; memory is not checked\n")

@@ -91,7 +91,7 @@ def test_what_the_user_fixes_stays(plan):
     assert {each["settings"]["model.recompute_granularity"] for each in plans["layouts"]} == {None}
 
 
-def test_the_table_says_what_limits_what_does_not_fit_and_what_to_type(plan):
+def test_the_table_has_limits_layouts_that_do_not_fit_and_settings(plan):
     code, out, _ = plan(*SMALL, "--seq-length", "64K", "model.tensor_model_parallel_size=1")
     assert code == 0
     assert "tokens/s/GPU" in out and "limited by" in out and "time:   " in out and "GiB:    " in out
@@ -145,7 +145,7 @@ def test_bad_input_is_one_message_and_exit_2(plan, argv, message):
     assert code == 2 and not out and re.search(message, err, re.DOTALL), err
 
 
-def test_an_impossible_request_says_what_would_work(plan):
+def test_an_impossible_request_has_a_fix(plan):
     command = ["--recipe", RECIPE, "--gpu", "h100", "train.global_batch_size=64"]
     code, _, err = plan(*command, "--gpus", "2")
     assert code == 2

@@ -280,7 +280,7 @@ class TestAuto:
 
     def test_heads_that_do_not_divide_leave_a_ring(self):
         kind, sizes, why = self.resolve("model.num_attention_heads=9", "model.num_query_groups=9", node=4)
-        assert (kind, sizes) == ("p2p", None) and "all_gather" in why and "a2a" not in why
+        assert (kind, sizes) == ("all_gather", None) and "p2p" in why and "a2a" not in why
 
     def test_in_a_list(self):
         assert self.resolve("model.cp_comm_type=[auto,p2p,auto,p2p]", node=4)[:2] == (
@@ -333,6 +333,11 @@ class TestAuto:
         evaluation = (te, "model.context_parallel_size=2", "dist.eval_context_parallel_size=4")
         assert self.resolve(*evaluation, "model.num_query_groups=2", node=4, environment="gpu")[:2] == ("p2p", None)
         assert self.resolve(packed, "model.num_query_groups=1", node=2)[:2] == ("a2a", None)  # ours
+
+    def test_an_assumed_vocabulary_is_in_the_reason(self):
+        tokenizer = ("tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=x.json")
+        assert "a vocabulary of 32,768 is assumed" in self.resolve(*tokenizer, node=2)[2]
+        assert "assumed" not in self.resolve(node=2)[2]
 
     def test_nothing_to_choose(self):
         config = load_recipe(EXAMPLE_RECIPE)

@@ -86,7 +86,7 @@ def test_another_layout_is_measured_anew(prior: CostModel, model: dict[str, Any]
     assert measured == ([15, 16, 17, 18], [18])
 
 
-def test_the_same_layout_goes_on_with_its_model() -> None:
+def test_the_same_layout_keeps_its_cost_model() -> None:
     taken, fitted, cost, measured = run_ranks(resumed, 1, 12)[0]
     assert taken and fitted != PRIOR and cost == fitted and measured == ([], [])
 

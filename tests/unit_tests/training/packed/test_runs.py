@@ -112,7 +112,7 @@ def test_a_run_resumed_with_a_smaller_batch_takes_the_samples_that_follow(packed
     assert resumed == [line["lengths"] for line in lines_of(tmp_path / "run", "schedules.jsonl")][5:]
 
 
-def test_a_calibrated_run_goes_on_with_its_cost_model(packed: Any, tmp_path: Path) -> None:
+def test_a_resumed_calibrated_run_keeps_its_cost_model(packed: Any, tmp_path: Path) -> None:
     """The schedule of the step after the checkpoint was under way already, with the model from before."""
     more = ["train.train_iters=8", "model.dynamic_context_parallel_calibration_iters=5", "checkpoint.save_interval=5"]
     code, text = packed(*more)

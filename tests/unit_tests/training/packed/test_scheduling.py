@@ -37,7 +37,7 @@ def test_ranks_that_share_experts_keep_step(
 
 
 @pytest.mark.parametrize(("group", "multiple"), [(None, 2), (4, 4)])
-def test_what_the_scheduler_is_told(group: int | None, multiple: int) -> None:
+def test_arguments_of_the_scheduler(group: int | None, multiple: int) -> None:
     model = ModelConfig(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
