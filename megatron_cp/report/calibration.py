@@ -140,18 +140,20 @@ def measured_run(logged: LoggedRun, device: Device, gpus_per_node: int) -> Measu
         ConfigError: its configuration is invalid.
     """
     first = logged.steps[0]["iteration"] + _WARM_UP
-    times = {
-        step["iteration"]: seconds
-        for step in logged.steps
-        if step["iteration"] >= first and not step.get("skipped") and (seconds := number_of(step.get("step_time_s")))
-    }
+    measured = [step for step in logged.steps if step["iteration"] >= first and not step.get("skipped")]
+    logs = {step["iteration"]: number_of(step.get("step_time_s")) or 0.0 for step in measured}
+    times = {iteration: seconds for iteration, seconds in logs.items() if seconds > 0}
     if not times or logged.ranks is None:
         raise DataError(
             f"{logged.folder}: no step after the first {_WARM_UP}, which are slower. Fix: {NAME.train.train_iters}=5"
         )
     config = load_recipe(logged.folder / "config.yaml")
     case = Case(config, logged.ranks, gpus_per_node, environment_of(device, gpus_per_node))
-    if job_of(case) is None:
+    try:
+        job = job_of(case)
+    except ValueError as error:
+        raise DataError(f"{logged.folder}: config.yaml does not fit the run's {logged.ranks} ranks: {error}") from error
+    if job is None:
         raise DataError(f"{logged.folder}: vocabulary size unknown. Fix: {NAME.model.vocab_size}=N in its config.yaml")
     if config.model.sequence_packing_scheduler is None:
         return MeasuredRun(logged, case, median(times.values()), len(times))

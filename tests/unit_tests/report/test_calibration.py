@@ -128,6 +128,7 @@ def older_run(tmp_path: Path) -> Path:
         (["--calibrate", "short"], "short: no step after the first 2, which are slower. Fix: train.train_iters=5"),
         (["--calibrate", "short", "--device-file", "x.txt"], "Fix: --device-file x.yaml"),
         ([], "--gpus is required. Fix: --gpus 8"),
+        (["--calibrate", "long"], "long: config.yaml does not fit the run's 3 ranks: world size 3 is not divisible"),
     ],
 )
 def test_calibration_errors_name_a_fix(
@@ -139,6 +140,8 @@ def test_calibration_errors_name_a_fix(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path, "short", SLOW, steps=2)
+    run = run_folder(tmp_path, "long", SLOW)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("80000.0", "30000.0"))
     assert cli.main(["plan", "--gpu", "h100", *argv]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "device.yaml").exists()
