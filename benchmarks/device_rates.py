@@ -30,11 +30,11 @@ from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.estimate.device import Device
 from megatron_cp.parallel.device import stop_distributed
+from megatron_cp.planner.scheduling import model_cost
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.job import device_of
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.monitor.metrics import start_logging
-from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.step import train_step
 
 FEW = 1

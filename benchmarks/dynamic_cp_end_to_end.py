@@ -49,12 +49,12 @@ from megatron_cp.dynamic_cp.calibration import Calibrator, Fit
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.planner.scheduling import model_cost
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.batches import Steps
 from megatron_cp.training.monitor.metrics import start_logging
 from megatron_cp.training.open_steps import open_steps
-from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 

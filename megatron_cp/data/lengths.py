@@ -1,4 +1,4 @@
-"""Sample lengths for planning and scheduling: from a distribution, a text file, or an indexed corpus."""
+"""Sample lengths from a distribution, a text file or an indexed corpus."""
 
 from __future__ import annotations
 

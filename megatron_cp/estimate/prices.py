@@ -67,7 +67,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def _messages(
     job: Job, tokens: int, size: int, model: CostModel, device: Device, gpus_per_node: int
 ) -> tuple[float, float]:
-    """Return the cost of messages in a group of ``size`` ranks, as if attention did not overlap them.
+    """Return the cost of messages in a group of ``size`` ranks, without overlap.
 
     Returns:
         Seconds per token to move keys and values once around the group; seconds of latency per step.

@@ -117,7 +117,9 @@ def on_shared_cores(
 
 
 def microbatch_seconds(job: Job, device: Device, gpus_per_node: int | None = None) -> tuple[float, float]:
-    """Estimate seconds of a microbatch on the slowest stage, and of its exposed context parallel messages."""
+    """Estimate seconds of a microbatch on the slowest stage.
+
+    Also returns its seconds of exposed context parallel messages."""
     stages = _stages(job, _rank(job, device, Links(device, gpus_per_node or device.gpus_per_node)))
     slowest = max(stages, key=lambda stage: stage.seconds(device))
     return slowest.seconds(device), slowest.passes.forward.cp + slowest.backward.cp

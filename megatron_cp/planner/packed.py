@@ -12,11 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_cp.dynamic_cp.analysis.report import report
-from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
-from megatron_cp.dynamic_cp.scheduler.schedule import schedule
 from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.time import on_shared_cores
 from megatron_cp.planner.found import Models
+from megatron_cp.planner.scheduling import lockstep_sizes, make_schedule
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
@@ -47,22 +46,10 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
-    ranks, limit = layout.dp * layout.cp, model.max_seqlen_per_dp_cp_rank or 1
-    cost = models.prices(job, max(limit, *lengths))
-    array, width = np.asarray(lengths), layout.tp if model.sequence_parallel else 1
-    virtual = model.virtual_pipeline_model_parallel_size
-    multiple = layout.pp if virtual else 1
-    if model.dynamic_context_parallel:
-        found = schedule(
-            array, ranks, limit, min_cp_size=model.min_dynamic_context_parallel_size, cost=cost, sync_ranks=layout.ep,
-            pipeline_size=layout.pp, microbatch_multiple=multiple, sequence_parallel_size=width,
-        )  # fmt: skip
-    else:
-        found = schedule_fixed_cp(
-            array, ranks, limit, cp_size=layout.cp, cost=cost, microbatch_multiple=multiple,
-            sequence_parallel_size=width,
-        )  # fmt: skip
-    simulated = report("", found, array, cost, sync_ranks=min(layout.ep, ranks), pipeline_size=layout.pp)
+    cost = models.prices(job, max(model.max_seqlen_per_dp_cp_rank or 1, *lengths))
+    found, lockstep = make_schedule(model, layout, lengths, cost), lockstep_sizes(model, layout)
+    sync, stages = lockstep["sync_ranks"], lockstep["pipeline_size"]
+    simulated = report("", found, np.asarray(lengths), cost, sync_ranks=sync, pipeline_size=stages)
     once, work, flops = _split_work(job, lengths, models.alone)
     useful = simulated.useful * simulated.seconds / (sum(work.values()) or 1.0)
     kinds = {kind: useful * seconds for kind, seconds in work.items()}

@@ -44,7 +44,9 @@ def job_of(case: Case, lengths: tuple[int, ...] | None = None) -> Job | None:
 
 
 def assumed_job(case: Case) -> Job:
-    """Return the job of a finalized configuration, with an assumed vocabulary if it is unknown.
+    """Return the job of a finalized configuration.
+
+    An unknown vocabulary is replaced by an assumed one.
 
     Good enough to compare transports and packs, which the vocabulary does not depend on.
 

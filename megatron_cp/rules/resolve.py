@@ -92,7 +92,7 @@ def resolve_auto(
 def _selected(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[str, list[int] | None, str]:
-    """Return the fastest possible transport by the time model, its sizes, and the reason.
+    """Return the transport of least estimated time, its sizes, and the reason.
 
     Raises:
         ValueError: as :func:`possible_transports`.

@@ -32,6 +32,7 @@ from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
+from megatron_cp.planner.scheduling import schedule_fields
 from megatron_cp.rules import checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
 from megatron_cp.training.checkpoint.resume import ResumePoint, find_resume_point, resume_fix
@@ -43,7 +44,6 @@ from megatron_cp.training.monitor.measuring import differences_from_run, held_ou
 from megatron_cp.training.monitor.metrics import Reporter, logger, shows_progress_line, start_logging
 from megatron_cp.training.monitor.peak import Peak, find_peak
 from megatron_cp.training.monitor.sinks import writing_into
-from megatron_cp.training.packed.scheduling import schedule_fields
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.signals import SignalWatch, ignore_sigterm
 

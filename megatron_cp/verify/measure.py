@@ -21,10 +21,10 @@ from megatron_cp.dynamic_cp.runtime.iterator import Scheduler
 from megatron_cp.dynamic_cp.types import Group, Schedule
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
+from megatron_cp.planner.scheduling import is_lockstep, lockstep_sizes, make_schedule, model_cost
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.open_steps import open_steps
-from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, make_schedule, model_cost
 from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import StepResult, train_step
 from megatron_cp.verify.shards import copy_shards, gather_gradients, load_parameters, parameter_shards

@@ -106,12 +106,12 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
 
 
 def exchanges_heads(model: ModelConfig) -> bool:
-    """Return whether a transport gives attention its own copies of queries, keys and values."""
+    """Return whether a transport copies queries, keys and values for attention."""
     return model.context_parallel_size > 1 and any(each.exchanges_heads for each in known_transports(model.transports))
 
 
 def _ring_size(model: ModelConfig) -> int:
-    """Return the ranks whose keys come to a rank's queries; an exchange of heads leaves fewer, or one."""
+    """Return the number of ranks whose keys come to a rank's queries."""
     if not exchanges_heads(model):
         return model.context_parallel_size
     levels = model.hierarchical_context_parallel_sizes
@@ -120,7 +120,7 @@ def _ring_size(model: ModelConfig) -> int:
 
 
 def one_tile(model: ModelConfig) -> bool:
-    """Return whether attention is one call of the kernel; larger squares are cut (attention/kernels/cpu.py)."""
+    """Return whether attention is one kernel call (attention/kernels/cpu.py)."""
     return _ring_size(model) == 1 and (model.seq_length or 0) <= 256
 
 

@@ -105,7 +105,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
 
 
 def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
-    """Count the residual-sized tensors that a stage has received for forward passes, and other messages.
+    """Count the residual-sized tensors that a stage has received or sends.
 
     in_layers: the peak is in a layer, whose output's gradient another stage has sent.
     """
@@ -120,13 +120,13 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers
 
 
 def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
-    """Count the bytes a position that latent attention keeps always: each layer has a cache of rotary angles."""
+    """Count the bytes per position of latent attention's cached rotary angles."""
     layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
     return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
 
 
 def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
-    """Count the bytes a token that token dispatchers hold although their layers are recomputed."""
+    """Count the bytes per token that dispatchers of recomputed layers hold."""
     again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
     layers = [parts.count("E") for chunk in chunks for parts in chunk]
     running = sum(layers) * (model.recompute_num_layers or 1) / len(layers)  # among what is recomputed at the peak
@@ -157,7 +157,7 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
 
 
 def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:
-    """Return what a microbatch's backward pass adds to all that is kept, at its peak: sum, kinds, place.
+    """Return what a backward pass adds at its peak: sum, kinds, place.
 
     waiting: bytes that other gradients hold while a part's backward pass runs.
     """

@@ -50,7 +50,7 @@ def _layers_of_stage(model: ModelConfig, stage: int) -> int:
 
 
 def backward_states(model: ModelConfig, stage: int, microbatches: int) -> States:
-    """Return each chunk that runs its backward pass, with the microbatches in flight in every chunk of the stage.
+    """Return each chunk's backward pass with the microbatches in flight per chunk.
 
     A microbatch is in flight between its forward and its backward pass. Schedules are those of megatron-core 0.19.2
     (``pipeline_parallel/schedules.py``): 1F1B, and interleaved 1F1B with virtual stages. The interleaved schedule runs

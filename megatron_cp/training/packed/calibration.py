@@ -16,10 +16,10 @@ from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.parallel.collectives import broadcast_object, gather_objects
+from megatron_cp.planner.scheduling import is_lockstep
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.job import device_of
 from megatron_cp.training.monitor.work_clock import WorkClock
-from megatron_cp.training.packed.scheduling import is_lockstep
 from megatron_cp.training.setup import Run
 
 logger = logging.getLogger(__name__)

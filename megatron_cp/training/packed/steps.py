@@ -13,12 +13,12 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
 from megatron_cp.parallel.layout import layout_of
+from megatron_cp.planner.scheduling import is_lockstep, make_schedule, model_cost
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
-from megatron_cp.training.packed.scheduling import is_lockstep, make_schedule, model_cost
 from megatron_cp.training.setup import Run
 
 

@@ -121,8 +121,8 @@ def test_a_run_logs_auto_settings_and_warnings(run, started, monkeypatch):
         "train", "--recipe", TINY, "model.cp_comm_type=auto", "model.hierarchical_context_parallel_sizes=null",
         "model.window_size=[8,4]", "--gpus-per-node", "2",
     )  # fmt: skip
-    assert code == 0 and "model.cp_comm_type=auto is a2a+p2p [2, 2]: 2 is the largest" in out and "warning K12" in out
-    assert started[0].model.cp_comm_type == "a2a+p2p"
+    assert code == 0 and "model.cp_comm_type=auto is a2a: the fastest of 4 " in out and "warning K12" in out
+    assert started[0].model.cp_comm_type == "a2a"
     code, out, _ = run("train", "--recipe", TINY)
     assert (code, out) == (0, "")
 

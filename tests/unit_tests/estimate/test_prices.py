@@ -75,7 +75,7 @@ def seconds(job: Job, lengths: tuple[int, ...], device: Device = H100) -> float:
         pytest.param(LLAMA | {"attention_mask_type": "no_mask"}, id="bidirectional"),
     ],
 )
-def test_packs_cost_what_the_time_model_says(shape: dict[str, Any], length: int) -> None:
+def test_packs_cost_what_the_time_model_estimates(shape: dict[str, Any], length: int) -> None:
     job, cost = job_and_cost(shape)
     pack = (length,) * (LONGEST // length)
     assert cost.seconds(pack, 1) == pytest.approx(seconds(job, pack), rel=0.03)
@@ -103,7 +103,7 @@ def test_costs_with_windows_are_near_the_time_model(window: dict[str, Any], erro
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("transport", ["p2p", "a2a", "all_gather"])
 @pytest.mark.parametrize("length", [2048, LONGEST])
-def test_groups_cost_what_the_time_model_says(length: int, transport: str, ranks: int) -> None:
+def test_groups_cost_what_the_time_model_estimates(length: int, transport: str, ranks: int) -> None:
     job, cost = job_and_cost(LLAMA | {"cp_comm_type": transport}, ranks=ranks)
     pack = (length,) * (LONGEST // length)
     assert cost.seconds(pack, ranks) == pytest.approx(seconds(job, pack), rel=0.15)

@@ -13,9 +13,9 @@ from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models import transformer_config as module
 from megatron_cp.models.build import uses_te_layers
 from megatron_cp.models.transformer_config import transformer_config as of_sections
+from megatron_cp.planner.scheduling import model_cost
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
-from megatron_cp.training.packed.scheduling import model_cost
 from tests.training_runs import tiny_config
 
 ACTIVATIONS = get_args(get_type_hints(ModelConfig)["activation_func"])

@@ -15,6 +15,7 @@ from megatron_cp.config.recipes import load_recipe
 from megatron_cp.estimate.device import load_device
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.planner.found import Models
+from megatron_cp.planner.packed import packed_time
 from megatron_cp.planner.request import Amount, amount, model_recipe
 from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Space, with_settings
@@ -126,6 +127,19 @@ def test_uneven_samples_are_packed_and_dynamic_cp_is_considered(plan, tmp_path):
     packed = found(plan, *command, "--global-batch-size", "62", "--lengths", str(lengths), "--top", "1", *base)
     assert plans["layouts"][0]["seconds"] <= packed["layouts"][0]["seconds"]
     assert not packed["layouts"][0]["settings"]["model.dynamic_context_parallel"]
+
+
+def test_experts_may_lie_on_more_ranks_than_share_samples():
+    """Eight expert ranks on four tensor parallel ranks are two ranks of packs."""
+    words = ["tensor_model_parallel_size=4", "expert_model_parallel_size=8", "context_parallel_size=1"]
+    words += ["expert_tensor_parallel_size=1", "pipeline_model_parallel_size=1", "sequence_parallel=true"]
+    words += ["dynamic_context_parallel=true", "max_seqlen_per_dp_cp_rank=32768", "cp_comm_type=p2p"]
+    words += ["hierarchical_context_parallel_sizes=null", "num_moe_experts=8", "moe_ffn_hidden_size=1024"]
+    recipe = "llama32_1b_pretrain_config"
+    config = load_recipe(recipe, [f"model.{word}" for word in words] + ["train.micro_batch_size=1"])
+    lengths = (512,) * 60 + (32768,) * 2
+    estimated = packed_time(Case(config, 16, 8, Environment.of("gpu")), lengths, Models.on(load_device("h100"), 8))
+    assert 0 < estimated.kinds["matrix products"] < estimated.seconds
 
 
 @pytest.mark.parametrize(

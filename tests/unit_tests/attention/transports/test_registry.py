@@ -13,9 +13,9 @@ from megatron_cp.attention.transports.registry import HIERARCHICAL, RING, TRANSP
 from megatron_cp.attention.transports.select import possible_transports
 from megatron_cp.config.single_rank import on_single_rank
 from megatron_cp.dynamic_cp.calibration import Calibrator
+from megatron_cp.planner.scheduling import model_cost
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.remedies import Case
-from megatron_cp.training.packed.scheduling import model_cost
 from megatron_cp.training.setup import setup
 from megatron_cp.verify.compare import compare_with_single_rank
 from megatron_cp.verify.reduce import comparable

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.training.packed.scheduling import is_lockstep, lockstep_sizes, sync_ranks
+from megatron_cp.planner.scheduling import is_lockstep, lockstep_sizes, sync_ranks
 
 
 @pytest.mark.parametrize(
