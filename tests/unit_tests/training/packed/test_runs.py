@@ -18,7 +18,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp.analysis.recorded import read_step
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches
-from megatron_cp.training.packed import scheduling
+from megatron_cp.planner import scheduling
 from tests.packed_runs import lengths_file
 
 PACKED = [
