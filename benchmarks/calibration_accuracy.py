@@ -1,10 +1,10 @@
 """Calibrate the time model with a few runs on this machine, and predict the step times of other layouts.
 
-    python benchmarks/calibration_accuracy.py                       # train all layouts in turns: a quarter of an hour
+    python benchmarks/calibration_accuracy.py                       # train all layouts twice, in turns: 20 minutes
     python benchmarks/calibration_accuracy.py --runs FOLDER         # predict again from runs of an earlier call
 
 All layouts train the same model on four gloo ranks, each a run folder that ``megatron-cp plan --calibrate`` reads. The
-device is fitted to three of them. The others are predicted.
+device is fitted to three of them. The others are predicted. To measure a layout again, delete its folder.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SHAPE = dict(
     model__init_method_std=0.02,
     optimizer__use_distributed_optimizer=True,
 )
+LENGTHS = [96, 320, 128, 512, 256, 48, 200, 400, 64, 450, 160, 320] * 8  # of packed samples
 _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
 
 
@@ -53,9 +54,8 @@ def layout(**settings: Any) -> dict[str, Any]:
 
 
 def packs(**settings: Any) -> dict[str, Any]:
-    lengths = Path(tempfile.gettempdir(), "calibration_lengths.txt")
-    lengths.write_text("\n".join(map(str, [96, 320, 128, 512, 256, 48, 200, 400, 64, 450, 160, 320] * 8)))
-    data = dict(dataset__kind="mock_documents", dataset__mock_lengths=str(lengths), train__global_batch_size=16)
+    """Return settings of a layout for packed samples."""
+    data = dict(dataset__kind="mock_documents", train__global_batch_size=16)
     return layout(max_seqlen_per_dp_cp_rank=256, **settings) | data
 
 
@@ -112,23 +112,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, help="folder of the runs; trained if it does not exist")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each layout, in turns")
-    parser.add_argument("--only", help="comma-separated names of layouts")
     args = parser.parse_args()
     root = args.runs or Path(tempfile.mkdtemp(prefix="calibration"))
-    layouts = CALIBRATION | OTHERS
-    if args.only:
-        layouts = {name: layouts[name] for name in args.only.split(",")}
+    root.mkdir(parents=True, exist_ok=True)
+    lengths = root / "lengths.txt"
+    lengths.write_text("\n".join(map(str, LENGTHS)))
     for turn in range(args.rounds):
-        for name, settings in layouts.items():
+        for name, settings in (CALIBRATION | OTHERS).items():
             folder = root / f"{name}.{turn}"
-            if not folder.exists():
-                run_ranks(
-                    train,
-                    RANKS,
-                    SHAPE | settings | {"checkpoint__save": str(folder), "checkpoint__save_interval": None},
-                    timeout=300,
-                )
-                print(name, turn, flush=True)
+            if folder.exists():
+                continue
+            run = {"checkpoint__save": str(folder), "checkpoint__save_interval": None}
+            if "dataset__kind" in settings:
+                run["dataset__mock_lengths"] = str(lengths)
+            run_ranks(train, RANKS, SHAPE | settings | run, timeout=300)
+            print(name, turn, flush=True)
 
     def runs_of(name: str) -> list[Path]:
         return [root / f"{name}.{turn}" for turn in range(args.rounds)]

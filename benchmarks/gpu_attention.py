@@ -46,7 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_pretrain import error_cell, print_matmul_rates, wait
+from benchmarks.gpu_pretrain import add_matmul, error_cell, print_matmul_rates, wait
 from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tiles import Mask
@@ -284,13 +284,7 @@ def main() -> None:
     parser.add_argument("--rings", **numbers, default=[2, 4, 8])
     parser.add_argument("--packs", **numbers, default=[8, 64], help="numbers of sequences per pack")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--matmul", type=int, default=8192, help="size of the square matrices to compare with")
-    parser.add_argument(
-        "--matmul-seconds",
-        type=float,
-        default=5.0,
-        help="warm-up of the matrix products",
-    )
+    add_matmul(parser)
     options = parser.parse_args()
     peak = print_matmul_rates(options.matmul, options.matmul_seconds)
     print("| tokens | heads | dim | kernel | forward | both | both, over te's (or sdpa's, or one by one) |")

@@ -93,6 +93,12 @@ def matmul_rates(size: int, seconds: float) -> tuple[float, float]:
     return 2 * size**3 / statistics.median(first), 2 * size**3 / statistics.median(last)
 
 
+def add_matmul(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of :func:`print_matmul_rates`."""
+    parser.add_argument("--matmul", type=int, default=8192, help="size of the square matrices to compare with")
+    parser.add_argument("--matmul-seconds", type=float, default=5.0, help="warm-up of the matrix products")
+
+
 def print_matmul_rates(size: int, seconds: float) -> float:
     """Measure the rates of matrix products, print them with the device, and return the sustained rate."""
     first, lasting = matmul_rates(size, seconds)
@@ -225,13 +231,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=32768, help="model.cross_entropy_chunk_size")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
     parser.add_argument("--warm-up", type=int, default=3, help="warm-up steps of each case")
-    parser.add_argument("--matmul", type=int, default=8192, help="size of the square matrices to compare with")
-    parser.add_argument(
-        "--matmul-seconds",
-        type=float,
-        default=5.0,
-        help="warm-up of the matrix products",
-    )
+    add_matmul(parser)
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile one step of each case into this folder")
     options = parser.parse_args()
     start_logging(1, False)  # only warnings

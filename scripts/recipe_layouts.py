@@ -51,12 +51,12 @@ def row(name: str) -> str:
     assert job is not None, f"{name}: unknown vocabulary"
     own = Estimated({}, models.memory(job), packed_time(case, lengths, models) if lengths else models.time(job))
     best = Search(Space(case, (), node, lengths), NEARLY_FULL * device.memory, models).run(1).fitting[0]
-    figures = [f"{_shown(each.time.seconds)} | {gib(each.memory.total)}" for each in (own, best)]
+    figures = [f"{_seconds_text(each.time.seconds)} | {gib(each.memory.total)}" for each in (own, best)]
     ratio = f"{own.time.seconds / best.time.seconds:.2f}"
     return f"| {name} | {gpus} | {figures[0]} | {words(best.settings, gpus)} | {figures[1]} | {ratio} |"
 
 
-def _shown(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_cp.rules import check
 from tests.training_runs import tiny_config
 
-_LATENT = dict(
+LATENT = dict(
     model__multi_latent_attention=True,
     model__kv_lora_rank=32,
     model__qk_head_dim=16,
@@ -53,7 +53,7 @@ def _architecture(draw: random.Random, world_size: int, settings: dict[str, Any]
             model__moe_layer_freq=draw.choice([1, 2]),
         )
     if "latent" in kind:
-        chosen |= _LATENT | {"model__q_lora_rank": draw.choice([None, 48]), "model__qk_layernorm": True}
+        chosen |= LATENT | {"model__q_lora_rank": draw.choice([None, 48]), "model__qk_layernorm": True}
     if kind == "hybrid":
         pattern = draw.choice(["MM*-", "M-M*", "M*-M-M*-", "MME*"])
         chosen |= dict(

@@ -155,7 +155,7 @@ def _mean_length(args: argparse.Namespace, longest: int) -> float:
 
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error if an output file cannot be written."""
-    for option in ("write", "plot", "device_file"):
+    for option in ("write", "plot", *(["device_file"] if args.calibrate else [])):
         path, flag = getattr(args, option), f"--{option.replace('_', '-')}"
         if path is not None and (not os.path.isdir(path.parent) or os.path.isdir(path)):
             parser.error(f"{flag} {path}: folder not found, or the path is a folder. Fix: {flag} {path.name}")

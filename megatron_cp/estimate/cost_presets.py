@@ -18,7 +18,7 @@ from megatron_cp.parallel.layout import layout_of
 
 _LONGEST = 131072
 _8B, _70B = "llama3_8b_pretrain_config", "llama3_70b_pretrain_config"
-# Device, recipe, and changed settings: the sizes of Qwen3-30B-A3B for moe3b.
+# The sizes of Qwen3-30B-A3B.
 _MOE_3B: Mapping[str, Any] = {
     NAME.model.num_layers: 48,
     NAME.model.hidden_size: 2048,
@@ -30,6 +30,7 @@ _MOE_3B: Mapping[str, Any] = {
     NAME.model.expert_model_parallel_size: 8,
 }
 _TP8: Mapping[str, Any] = {NAME.model.tensor_model_parallel_size: 8}
+# Device, recipe and changed settings.
 _DERIVED: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "h100_70b_tp8": ("h100", _70B, _TP8),
     "h200_8b": ("h200", _8B, {}),

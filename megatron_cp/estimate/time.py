@@ -22,8 +22,6 @@ from megatron_cp.models.vocabulary import padded_vocab_size
 # Bytes moved by Adam per parameter of a rank's shard: gradient, master weight and both moments, read and written.
 ADAM_BYTES = 32
 GRADIENT_BYTES = 8  # per parameter of a rank: zeroed once, read once for the norm
-
-
 # Kinds of time in which a rank only waits. Messages between processes take a core's time, too.
 _WAITS = {"bubble", "imbalance"}
 
@@ -119,7 +117,8 @@ def on_shared_cores(
 def microbatch_seconds(job: Job, device: Device, gpus_per_node: int | None = None) -> tuple[float, float]:
     """Estimate seconds of a microbatch on the slowest stage.
 
-    Also returns its seconds of exposed context parallel messages."""
+    Also returns its seconds of exposed context parallel messages.
+    """
     stages = _stages(job, _rank(job, device, Links(device, gpus_per_node or device.gpus_per_node)))
     slowest = max(stages, key=lambda stage: stage.seconds(device))
     return slowest.seconds(device), slowest.passes.forward.cp + slowest.backward.cp

@@ -94,6 +94,7 @@ class Calibration:
                 *rows,
                 f"mean error {errors[0]}; of a run left out {errors[1]}; before {errors[2]}",
                 f"speeds: {speeds}",
+                *([f"the ranks of a node share {cores} processor cores"] if (cores := self.fit.device.cores) else []),
             ]
         )
 

@@ -86,7 +86,7 @@ def resolve_auto(
         except ValueError:
             return config, None
     resolved = dataclasses.replace(config, model=_with_transport(model, (transport, given or sizes)))
-    return resolved, f"{NAME.model.cp_comm_type}=auto is {_shown((transport, sizes))}: {reason}"
+    return resolved, f"{NAME.model.cp_comm_type}=auto is {_choice_text((transport, sizes))}: {reason}"
 
 
 def _selected(
@@ -121,7 +121,7 @@ def _selected(
         return *found[0], "the first that is possible; these sizes have no time estimate"
     # Four digits: ranks on other kinds of CPU must not choose by the last one. Then the order of preference decides.
     ranked = sorted(zip(seconds, found, strict=True), key=lambda pair: float(f"{pair[0]:.4g}"))
-    shown = ", ".join(f"{_shown(each)} {time:.3g} s" for time, each in ranked[:_MOST_SHOWN])
+    shown = ", ".join(f"{_choice_text(each)} {time:.3g} s" for time, each in ranked[:_MOST_SHOWN])
     reason = f"the fastest of {len(found)} by the estimated step time on {device.name}: {shown}"
     known = known_vocab_size(model, config.tokenizer) is not None
     assumed = None if known else f"a vocabulary of {ASSUMED_VOCABULARY:,} is assumed"
@@ -134,7 +134,7 @@ def _with_transport(model: ModelConfig, choice: Choice) -> ModelConfig:
     return dataclasses.replace(model, cp_comm_type=kinds, hierarchical_context_parallel_sizes=choice[1])
 
 
-def _shown(choice: Choice) -> str:
+def _choice_text(choice: Choice) -> str:
     """Return a transport with its sizes, for instance ``a2a+p2p [4, 2]``."""
     transport, sizes = choice
     return f"{transport} {sizes}" if sizes else transport

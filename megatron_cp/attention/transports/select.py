@@ -21,7 +21,8 @@ _VERSIONS = (MINIMUM, "999")  # of Transformer Engine: features of all versions,
 def choices(cp: int, transports: Collection[Transport] = tuple(TRANSPORTS.values())) -> Iterator[Choice]:
     """Yield the transports of ``cp`` ranks.
 
-    Hierarchical ones come with every pair of level sizes, largest first."""
+    Hierarchical ones come with every pair of level sizes, largest first.
+    """
     for transport in transports:
         if not transport.hierarchical:
             yield transport.name, None

@@ -34,9 +34,8 @@ def sequence_parts(model: ModelConfig) -> int:
 def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
     """Return the step of a column-parallel product, ``width`` on this rank."""
     whole = model.hidden_size * b
-    again = (
-        whole + whole / sequence_parts(model) if model.sequence_parallel else 0
-    )  # gloo copies what it reduces and scatters
+    # gloo copies what it reduces and scatters
+    again = whole + whole / sequence_parts(model) if model.sequence_parallel else 0
     return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
 
 

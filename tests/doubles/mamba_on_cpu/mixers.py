@@ -52,7 +52,7 @@ class Counted:
 
 
 def check(world: int, overrides: Overrides, dtype: torch.dtype, calls: list[list[tuple[int, int]]], **how: Any) -> None:
-    """Check on several ranks, each of which calls the kernel with these heads and groups."""
+    """Check on several ranks. Each rank calls the kernel with these heads and groups."""
     results = run_ranks(packs, world, overrides, dtype, how)
     assert [called for *_, called in results] == calls
     for output, gradient, padding_is_zero, _ in results:

@@ -38,8 +38,8 @@ from tests.doubles import pretend_gpu, triton_on_cpu
 FOLDER = "MEGATRON_CP_TE_FOLDER"  # environment variable: folder of the package transformer-engine
 
 
-# Besides Transformer Engine itself: modules that choose its layers and create its stream.
-_TOLD_OF_A_GPU = ("megatron_cp.models.layer_specs", "megatron_cp.attention.modules.te")
+# Modules that choose Transformer Engine's layers and create its stream.
+_MODULES_WITH_LAYERS = ("megatron_cp.models.layer_specs", "megatron_cp.attention.modules.te")
 
 
 class _OnCpu(TorchFunctionMode):
@@ -59,7 +59,7 @@ def _device_of_a_hopper(device: Any = None) -> SimpleNamespace:
 
 def _is_available() -> bool:
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    return caller.startswith("transformer_engine") or caller in _TOLD_OF_A_GPU
+    return caller.startswith("transformer_engine") or caller in _MODULES_WITH_LAYERS
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:

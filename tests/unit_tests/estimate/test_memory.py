@@ -16,7 +16,7 @@ from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.estimate.memory.stages import backward_states, chunks_of_stages
 from megatron_cp.parallel.layout import RankLayout
 from tests.memory_runs import compare, errors
-from tests.random_layouts import random_layouts
+from tests.random_layouts import LATENT, random_layouts
 from tests.ranks import RanksFailed
 
 _SIZES = dict(dataset__seq_length=256, train__micro_batch_size=2)
@@ -34,14 +34,8 @@ _MAMBA = dict(
     model__mamba_head_dim=8,
     model__mamba_num_groups=2,
 )
-_LATENT = dict(
+_LATENT = LATENT | dict(
     dataset__seq_length=512,
-    model__multi_latent_attention=True,
-    model__kv_lora_rank=32,
-    model__qk_head_dim=16,
-    model__qk_pos_emb_head_dim=8,
-    model__v_head_dim=16,
-    model__num_query_groups=None,
     model__recompute_granularity="selective",
     model__recompute_modules=["core_attn"],
 )

@@ -34,7 +34,7 @@ HYBRID: dict[str, Any] = LLAMA | {
     "hybrid_layer_pattern": "M-M-M-M*-M-M-" * 4,
     "num_layers": 52,
 }
-# Three parts of four of its layers' operations are those of experts.
+# Experts are three quarters of its layers' operations.
 HYBRID_EXPERTS = HYBRID | {
     "hybrid_layer_pattern": "MEMEMEM*EMEME" * 4,
     "num_moe_experts": 64,

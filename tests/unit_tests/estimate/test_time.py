@@ -173,6 +173,32 @@ def test_groups_that_leave_the_node_share_its_network_cards() -> None:
     assert links.gather(1, 1, 1e9) == links.exchange(1, 1, 1e9) == links.hop(1, 1, 1e9) == 0
 
 
+def test_ranks_that_share_cores_take_turns() -> None:
+    """Eight ranks on two cores compute one after another, and fill the gaps of their pipeline."""
+    shared = replace(H100, cores=2)
+    kinds, alone = (time_estimate(job(), device).kinds for device in (shared, H100))
+    assert kinds == pytest.approx({kind: 4 * value for kind, value in alone.items()})
+    kinds, alone = (time_estimate(job(layout={"pp": 4}, batch=8), device).kinds for device in (shared, H100))
+    assert alone["bubble"] > 0 == kinds["bubble"]
+    assert time_estimate(job(), replace(H100, cores=8)) == time_estimate(job(), H100)
+    # Two ranks that wait for each other on one core each leave a gap.
+    asked = job(world=2, layout={"pp": 2}, batch=2)
+    kinds, alone = (time_estimate(asked, device).kinds for device in (replace(H100, cores=2), H100))
+    assert kinds["bubble"] == alone["bubble"] > 0
+
+
+def test_activations_of_32_bits_take_twice_the_bytes() -> None:
+    for kind, sizes in (("elementwise", {"tp": 1}), ("exposed tp", {"tp": 8})):
+        full, half = (of_kind(job(gemm=gemm, layout=sizes, seq_length=131072), kind) for gemm in ("fp32", "bf16"))
+        assert full > 1.8 * half
+
+
+def test_an_all_to_all_has_a_latency_each_way() -> None:
+    slow, asked = replace(H100, intra_latency=1.0), job(layout={"cp": 8}, cp_comm_type="a2a")
+    messages = 2 * 2 * 8 * asked.microbatches  # there and back, forward and backward, in eight layers
+    assert time_estimate(asked, slow).kinds["exposed cp"] == pytest.approx(messages, rel=0.01)
+
+
 def test_a_fit_finds_the_speeds_of_a_device() -> None:
     """Also with a run whose time is wrong."""
     true = scaled(H100, [0.8, 1.2, 0.7, 1.0, 1.0, 1.0])

@@ -1,6 +1,7 @@
 """Transformer Engine's attention and ours are equal in bf16, per layer and in training.
 
-So is ours with Transformer Engine's kernels, as in its layers. Several ranks share one GPU through the staged backend.
+Our attention with Transformer Engine's kernels is compared, too. Several ranks share one GPU through the staged
+backend.
 On a CPU the same tests run with our attention only, so they are known to work before a GPU is available. Tests of
 Transformer Engine are marked ``gpu``.
 """
