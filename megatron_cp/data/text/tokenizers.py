@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
     added_by_post_processor,
+    chat_templates,
     check_regular_files,
-    has_chat_template,
     load,
     special_token,
 )
@@ -63,6 +63,10 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens by name."""
+        raise NotImplementedError
+
 
 class ByteLevelTokenizer(Tokenizer):
     """UTF-8 bytes and one end-of-document token; needs no file."""
@@ -72,6 +76,10 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = (END_OF_DOCUMENT.encode() if token == self.eod else bytes((token,)) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -96,6 +104,9 @@ class NullTokenizer(Tokenizer):
                 )
             ids.append(int(word))
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -138,7 +149,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
-        self.has_chat_template = has_chat_template(self.path)
+        self.has_chat_template = bool(chat_templates(self.path))
 
     def _bos(self, ids: dict[str, int]) -> int:
         """Return the id of the ``bos_token`` in the tokenizer's files."""
@@ -159,7 +170,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.id_to_token(token) or str(token)
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_with_offsets(text).ids
+
+    def encode_with_offsets(self, text: str) -> Any:
+        """Return the ``tokenizers.Encoding`` of a text, without further special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
