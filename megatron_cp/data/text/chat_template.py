@@ -19,7 +19,7 @@ from megatron_cp.common.input_files import decode_text, read_bytes
 from megatron_cp.config.names import NAME
 from megatron_cp.data.text.dialogues import BadDialogue, Dialogue, Message
 from megatron_cp.data.text.tokenizer_files import chat_templates, special_tokens
-from megatron_cp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megatron_cp.data.text.tokenizers import Encoding, HuggingFaceTokenizer, NullTokenizer, Tokenizer
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Span = tuple[int, int]
@@ -49,22 +49,20 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, file: str | None = None) -> None:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise DataError(
-                f"{NAME.tokenizer.tokenizer_type}={type(tokenizer).__name__}: has no chat template, and the data has "
-                f"dialogues. Fix: {NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer "
-                f"{NAME.tokenizer.tokenizer_model}=PATH (of an instruct model)"
-            )
+        other = f"{NAME.tokenizer.tokenizer_type}=HuggingFaceTokenizer {NAME.tokenizer.tokenizer_model}=PATH"
+        if isinstance(tokenizer, NullTokenizer):
+            raise DataError(f"NullTokenizer: reads no text, and the data has dialogues. Fix: {other}")
+        path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer) else None
         self._tokenizer = tokenizer
-        self.name = file or f"the chat template of {tokenizer.path}"
-        self._templates = {"default": _read(file)} if file else chat_templates(tokenizer.path)
+        self.name = file or f"the chat template of {path}"
+        self._templates = {"default": _read(file)} if file else chat_templates(path) if path else {}
+        self._variables: dict[str, Any] = special_tokens(path) if path else {}
         if "default" not in self._templates:
+            where = f"{NAME.tokenizer.tokenizer_model}={path}" if path else type(tokenizer).__name__
             raise DataError(
-                f"{NAME.tokenizer.tokenizer_model}={tokenizer.path}: has no chat template, and the data has dialogues. "
-                f"Fix: {NAME.tokenizer.tokenizer_model}=PATH (of an instruct model), or {NAME.dataset.chat_template}="
-                "FILE"
+                f"{where}: has no chat template, and the data has dialogues. Fix: {other} (of an instruct model), or "
+                f"{NAME.dataset.chat_template}=FILE"
             )
-        self._variables: dict[str, Any] = special_tokens(tokenizer.path)
         self.has_marks = any(map(_GENERATION.search, self._templates.values()))
         self.digest = hashlib.sha256(json.dumps([self._templates, self._variables]).encode()).hexdigest()[:16]
 
@@ -167,7 +165,7 @@ def _read(file: str) -> str:
         raise DataError(f"{NAME.dataset.chat_template}={file}: {error}") from error
 
 
-def _tokens(encoded: Any, start: int, end: int) -> Span | None:
+def _tokens(encoded: Encoding, start: int, end: int) -> Span | None:
     """Return the [begin, end) of the tokens with these characters, as transformers does."""
     if start >= end:
         return None

@@ -11,8 +11,9 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import DataError
@@ -32,6 +33,24 @@ NO_TOKEN = -1  # megatron-core's value for an absent token
 
 # Tried in this order if the tokenizer's files set no eos_token.
 _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+
+class Encoding(Protocol):
+    """Ids of a text, and the token of each character, as of the ``tokenizers`` library."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    def char_to_token(self, char_pos: int) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class _BytesOfText:
+    text: str
+    ids: list[int]
+
+    def char_to_token(self, char_pos: int) -> int | None:
+        return len(self.text[:char_pos].encode("utf-8"))
 
 
 class Tokenizer:
@@ -63,6 +82,10 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def encode_with_offsets(self, text: str) -> Encoding:
+        """Encode a text without BOS and end-of-document token."""
+        raise NotImplementedError
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens by name."""
         raise NotImplementedError
@@ -76,6 +99,9 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        return _BytesOfText(text, self.tokenize(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = (END_OF_DOCUMENT.encode() if token == self.eod else bytes((token,)) for token in ids)
@@ -172,8 +198,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return self.encode_with_offsets(text).ids
 
-    def encode_with_offsets(self, text: str) -> Any:
-        """Return the ``tokenizers.Encoding`` of a text, without further special tokens."""
+    def encode_with_offsets(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.common.errors import DataError
 from megatron_cp.data.text.chat_template import ChatTemplate, EncodedDialogue
 from megatron_cp.data.text.dialogues import BadDialogue, Dialogue, dialogue_of
-from megatron_cp.data.text.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer
+from megatron_cp.data.text.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, NullTokenizer
 from tests.unit_tests.data.text.chat_templates import SPECIAL, make_chat_tokenizer
 from tests.unit_tests.data.text.tokenizer_folders import TEMPLATES, make_tokenizer
 
@@ -143,14 +143,26 @@ def test_missing_and_broken_templates_are_named(tmp_path: Path) -> None:
     plain = HuggingFaceTokenizer(make_tokenizer(tmp_path / "plain", TEMPLATES["bos"]))
     with pytest.raises(DataError, match=r"no chat template.*Fix: .*dataset\.chat_template=FILE"):
         ChatTemplate(plain)
-    with pytest.raises(DataError, match=r"Fix: tokenizer\.tokenizer_type=HuggingFaceTokenizer"):
+    with pytest.raises(DataError, match=r"Fix: tokenizer\.tokenizer_type=HuggingFaceTokenizer .*chat_template=FILE"):
         ChatTemplate(ByteLevelTokenizer())
+    with pytest.raises(DataError, match="NullTokenizer: reads no text"):
+        ChatTemplate(NullTokenizer(9), "any.jinja")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for message in messages %}")
     with pytest.raises(DataError, match=rf"{broken}: line 1: .*Fix: "):
         encoded(ChatTemplate(plain, str(broken)), TURNS)
     with pytest.raises(DataError, match=r"missing\.jinja: cannot be read"):
         ChatTemplate(plain, str(tmp_path / "missing.jinja"))
+
+
+def test_bytes_are_marked_by_character(tmp_path: Path) -> None:
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+                    "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    tokenizer = ByteLevelTokenizer()
+    found = encoded(ChatTemplate(tokenizer, str(file)), TURNS)
+    learned = [tokenizer.decode(found.ids[begin:end]) for begin, end in found.spans]
+    assert learned == ["\n  on a mat, naïve\n", "was fed.\n"]
 
 
 def test_a_template_cannot_run_code(tmp_path: Path) -> None:
