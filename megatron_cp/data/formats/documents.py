@@ -50,10 +50,11 @@ class DocumentIndex:
 def open_documents(
     files: IndexedFiles, max_length: int, path_to_cache: str | None = None, *, one_sample: bool = False
 ) -> DocumentIndex:
-    """Open the index of documents split into samples of at most ``max_length`` targets.
+    """Open the index from samples to documents.
 
-    ``one_sample``: a document is one sample, however long. Builds the index if it does not exist. Its folder is in
-    ``path_to_cache`` (by default ``cache`` beside the files); the folder's name depends on the files and the length.
+    A sample has at most ``max_length`` targets; longer documents are split into several. ``one_sample``: a document is
+    one sample, however long. Builds the index if it does not exist. Its folder is in ``path_to_cache`` (by default
+    ``cache`` beside the files); the folder's name depends on the files and the length.
 
     Raises:
         DataError: the files are corrupt, or the folder cannot be written or read.

@@ -1,7 +1,8 @@
-"""Tokens of documents that are in the loss, stored beside a ``.bin``/``.idx`` pair.
+"""Store which tokens of documents are in the loss.
 
-A document's spans are [begin, end) of its tokens, in order. ``PREFIX.spans.npy`` has those of all documents, int32
-[spans, 2], and ``PREFIX.documents.npy`` the place of each document's first span, int64 [documents + 1].
+The files stand beside a ``.bin``/``.idx`` pair. A document's spans are [begin, end) of its tokens, in order.
+``PREFIX.spans.npy`` has those of all documents, int32 [spans, 2], and ``PREFIX.documents.npy`` the place of each
+document's first span, int64 [documents + 1].
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class LossSpans:
         return len(self.first) - 1
 
     def mask(self, document: int, start: int, length: int) -> np.ndarray:
-        """Return whether tokens [start, start + length) of a document are learned: float32."""
+        """Return which tokens of a document are learned, 1 or 0: float32 [length].
+
+        The tokens are [start, start + length).
+        """
         mask = np.zeros(length, dtype=np.float32)
         for begin, end in self.spans[self.first[document] : self.first[document + 1]].tolist():
             mask[max(0, begin - start) : max(0, end - start)] = 1.0

@@ -1,8 +1,8 @@
-"""Samples from ``.jsonl`` and ``.parquet`` files, tokenized once into cached ``.bin``/``.idx`` files.
+"""Tokenize the rows of ``.jsonl`` and ``.parquet`` files once.
 
-A row has a text, a prompt and a response, or a dialogue. All tokens of a text are in the loss; of the others only the
-assistant's, by default. A document begins with the tokenizer's BOS token if it has one, and ends with the
-end-of-document token; a dialogue is exactly what the chat template writes.
+The result is a cached ``.bin``/``.idx`` pair. A row has a text, a prompt and a response, or a dialogue. All tokens of a
+text are in the loss; of the others only the assistant's, by default. A document begins with the tokenizer's BOS token
+if it has one, and ends with the end-of-document token; a dialogue is exactly what the chat template writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
-    """Return the prefix of the cached ``.bin``, ``.idx``, spans and row numbers of a file.
+    """Return the prefix of a file's tokens, spans and row numbers.
 
     Writes them if they do not exist. Their folder is in ``path_to_cache`` (by default ``cache`` beside the file). The
     folder's name depends on the file's path, size and modification time, the tokenizer, its chat template and the

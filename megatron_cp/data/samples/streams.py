@@ -180,7 +180,9 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
 
 
 def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
-    """Check the files of a run on one rank, before the rendezvous; reads headers and first rows.
+    """Check the files of a run on one rank, before the rendezvous.
+
+    Reads headers and first rows.
 
     Raises:
         DataError: a file is missing or unusable, or has other special tokens than the run's ``tokenizer``.

@@ -166,7 +166,7 @@ def _read(file: str) -> str:
 
 
 def _tokens(encoded: Encoding, start: int, end: int) -> Span | None:
-    """Return the [begin, end) of the tokens with these characters, as transformers does."""
+    """Return the [begin, end) of these characters' tokens, as transformers does."""
     if start >= end:
         return None
     first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
@@ -184,7 +184,7 @@ def _left_out(messages: Sequence[Message], text: str) -> int | None:
 
 
 def _in_openai_form(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with content null where it is absent, and arguments as JSON texts."""
+    """Return messages with absent content as None, and arguments as JSON texts."""
     changed = []
     for message in messages:
         calls = [

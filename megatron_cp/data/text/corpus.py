@@ -42,7 +42,7 @@ PLAIN_TEMPLATE = (
 
 
 def dialogues_about(sources: Sequence[Path], most: int) -> Iterator[list[dict[str, str]]]:
-    """Yield up to ``most`` dialogues about the sources: one a function, or a class with methods."""
+    """Yield up to ``most`` dialogues about functions and classes with methods."""
     count = 0
     for path in sources:
         for node in ast.parse(path.read_bytes()).body:
@@ -56,7 +56,7 @@ def dialogues_about(sources: Sequence[Path], most: int) -> Iterator[list[dict[st
 
 
 def _question(module: str, node: ast.stmt) -> list[dict[str, str]]:
-    """Return a question about a function or class and its answer; [] without docstring."""
+    """Return a question about a node and its answer; [] without docstring."""
     if not isinstance(node, ast.FunctionDef | ast.ClassDef) or not (text := ast.get_docstring(node)):
         return []
     answer = " ".join(text.partition("\n\n")[0].split())

@@ -71,7 +71,7 @@ def dialogue_of(row: dict[str, Any], key: str) -> Dialogue:
 
 
 def of_pair(prompt: str, response: str) -> Dialogue:
-    """Return the dialogue of a prompt and its response; raise BadDialogue if one is empty."""
+    """Return the dialogue of a pair; raise BadDialogue if a text is empty."""
     given = ({"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response})
     return Dialogue([_message(each, number) for number, each in enumerate(given, 1)])
 

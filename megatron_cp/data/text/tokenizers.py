@@ -36,7 +36,7 @@ _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eo
 
 
 class Encoding(Protocol):
-    """Ids of a text, and the token of each character, as of the ``tokenizers`` library."""
+    """Ids of a text, and each character's token; see the ``tokenizers`` library."""
 
     @property
     def ids(self) -> list[int]: ...
