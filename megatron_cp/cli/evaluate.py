@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from megatron_cp.cli.train import add_ranks, run_or_start
 from megatron_cp.common.terminal import ArgumentParser
-from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
+from megatron_cp.config.flags import accept_run_folder, add_gpus_per_node, add_recipe, compose, parse
 from megatron_cp.config.names import NAME
 
 _SWITCH = f"{NAME.train.skip_train}=true"
@@ -25,8 +24,7 @@ def main(argv: Sequence[str]) -> int:
     add_ranks(parser)
     add_gpus_per_node(parser)
     args = parse(parser, argv)
-    if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
-        args.recipe = config
+    accept_run_folder(args)
     if not compose(parser, args, _SWITCH).validation.eval_iters:
         parser.error(f"{NAME.validation.eval_iters}=0: no batch to measure. Fix: {NAME.validation.eval_iters}=10")
     return run_or_start("evaluate", parser, args, argv, _SWITCH)
