@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens by name."""
+        raise NotImplementedError
+
 
 class ByteLevelTokenizer(Tokenizer):
     """UTF-8 bytes and one end-of-document token; needs no file."""
@@ -72,6 +76,10 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = (END_OF_DOCUMENT.encode() if token == self.eod else bytes((token,)) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -96,6 +104,9 @@ class NullTokenizer(Tokenizer):
                 )
             ids.append(int(word))
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -160,6 +171,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

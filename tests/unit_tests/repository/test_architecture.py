@@ -65,6 +65,7 @@ PURE = [
     "megatron_cp.models.vocabulary",
     "megatron_cp.launch.failure_store",
     *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_p]*.py"))),  # not preprocess
+    *(f"megatron_cp.cli.weights.{path.stem}" for path in sorted((PACKAGE / "cli" / "weights").glob("[!_]*.py"))),
 ]
 PATHS = sorted(PACKAGE.rglob("*.py"))
 
