@@ -161,6 +161,7 @@ def _advance(run: Run, step: Step, result: StepResult) -> None:
     run.progress.iteration += 1
     run.progress.consumed_samples += len(step.lengths)
     run.progress.consumed_tokens += step.tokens
+    run.progress.consumed_loss_tokens += result.tokens
     run.progress.skipped_iterations += int(result.skipped)
 
 
@@ -181,6 +182,8 @@ def _metrics(
         iteration=run.progress.iteration,
         consumed_samples=run.progress.consumed_samples,
         consumed_tokens=run.progress.consumed_tokens,
+        consumed_loss_tokens=run.progress.consumed_loss_tokens,
+        loss_tokens=result.tokens,
         lm_loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=scheduled.learning_rate,

@@ -66,6 +66,7 @@ PURE = [
     "megatron_cp.launch.failure_store",
     *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_]*.py"))),
     "megatron_cp.cli.data.preview",
+    *(f"megatron_cp.cli.weights.{path.stem}" for path in sorted((PACKAGE / "cli" / "weights").glob("[!_]*.py"))),
 ]
 PATHS = sorted(PACKAGE.rglob("*.py"))
 
