@@ -42,6 +42,9 @@ def test_a_run_in_epochs_is_the_run_of_as_many_iterations(cli: Any, tmp_path: Pa
     assert code == 2 and "train.train_iters is 8 here and 4 in the checkpoint" in text, text
     code, text = cli(*longer, "scheduler.override_opt_param_scheduler=true", ranks=1)
     assert code == 0 and "iteration 8 of 8" in text, text
+    # An evaluation needs no length.
+    code, text = cli(*EPOCHS, "train.skip_train=true", "validation.eval_iters=1", ranks=1)
+    assert code == 0 and "validation loss at iteration 8" in text and "epoch" not in text.split("data: ")[0], text
 
 
 def test_ranks_count_the_same_epochs_and_check_the_schedule_again(cli: Any, tmp_path: Path) -> None:
