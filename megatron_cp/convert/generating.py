@@ -1,4 +1,4 @@
-"""Generate text with a model in Hugging Face's format, by transformers' ``generate``."""
+"""Generate text with a Hugging Face folder, by transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_cp.common.errors import ConfigError, RuntimeFault, first_line
 from megatron_cp.convert.hf_folder import PublishedWeights, read_config
 from megatron_cp.convert.origin import tokenizer_of
 from megatron_cp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatron_cp.models.families import model_from_hf
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,14 @@ class TextModel:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        values = read_config(folder, PublishedWeights(folder).shapes)
-        self.positions: int = values["max_position_embeddings"]
-        self._rows: int = values["vocab_size"]
+        _, model = model_from_hf(read_config(folder, PublishedWeights(folder).shapes))
+        self.positions, self._rows = model.max_position_embeddings or 0, model.vocab_size or 0
         self._tokenizer = build_tokenizer(tokenizer_of(folder))
         self.has_tokenizer_files = isinstance(self._tokenizer, HuggingFaceTokenizer)
         self._model: Any = None
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
-        """Return a prompt's tokens: the beginning of a document, or with ``chat`` a user's turn.
+        """Return a prompt's tokens: a document's beginning, or in a chat a user's turn.
 
         Raises:
             ConfigError: there is no chat template, or the model cannot continue the prompt.
@@ -151,7 +151,10 @@ class TextModel:
         return generated[0, len(ids) :].tolist()
 
     def _check_numbers(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Raise for nan: greedy choice would silently take a token, sampling would abort CUDA."""
+        """Raise RuntimeFault for nan.
+
+        Greedy choice would silently take some token; sampling would abort CUDA.
+        """
         if scores.isnan().any():
             raise RuntimeFault(f"{self._folder}: the model computes nan. Fix: choose an earlier checkpoint")
         return scores

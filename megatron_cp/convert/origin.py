@@ -1,4 +1,4 @@
-"""Origin of an export, in ``megatron_cp.json``: checkpoint, tokenizer's settings, files."""
+"""Origin of an export: checkpoint, settings of the tokenizer, and files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_cp.config.schema import build
 from megatron_cp.mcore.checkpoint_index import INDEX
 from megatron_cp.training.checkpoint.checksums import CHECKSUMS
 
-ORIGIN = "megatron_cp.json"
+ORIGIN = "megatron_cp.json"  # other programs ignore it
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def train(
         if data_state is not None:
             steps.load_state_dict(data_state)
         run.phases.forget()  # setup time belongs to no step
-        while progress.iteration < config.train.train_iters:
+        while progress.iteration < config.train.iterations:
             with profiler.step(progress.iteration):
                 began = time.perf_counter()
                 with run.phases("data"):
@@ -130,7 +130,7 @@ def train(
         if progress.iteration != saved_at:
             _save(run, saver, steps, reporter)
         _report(run, saver.finish(), reporter)
-        if not exit_code and progress.iteration == config.train.train_iters:
+        if not exit_code and progress.iteration == config.train.iterations:
             exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != progress.iteration)
     return TrainResult(exit_code, progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
 

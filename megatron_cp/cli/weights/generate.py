@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import shlex
 import sys
 import time
@@ -25,6 +26,7 @@ _TYPED = "megatron-cp generate"
 
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
+    os.environ.pop("RANK", None)  # set by a launcher; this process reports errors itself
     # As in a run: deprecation warnings of model classes need no action by users.
     for library in ("megatron", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
