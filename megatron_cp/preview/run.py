@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from megatron_cp.common.terminal import in_a_line
 from megatron_cp.config.names import NAME
+from megatron_cp.data.samples.epochs import iterations_of_epochs
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.summary import TokensUsed, log_data
 from megatron_cp.data.text.tokenizers import build_tokenizer
@@ -27,22 +29,26 @@ def preview(case: Case, step: int, num_decoded: int, most: int | None, *, as_dat
     Raises:
         DataError: a file or a sample cannot be read.
     """
-    config, train = case.config, case.config.train
+    config = case.config
     start_logging(0, live=False)
     tokenizer = build_tokenizer(config.tokenizer)
     check_files(config.dataset, tokenizer, config.tokenizer)
+    if config.train.train_epochs is not None:
+        config = config.with_iterations(iterations_of_epochs(config.train, config.dataset, tokenizer))
+        case = replace(case, config=config)
+    iterations, batch = config.train.train_iters or 0, config.train.global_batch_size
     datasets = build_training_data(case, tokenizer, step)
     evaluated = config.validation.eval_iters, config.evaluation_batch[0]
-    used = TokensUsed(0, train.train_iters * train.global_batch_size, train.global_batch_size, *evaluated)
+    used = TokensUsed(0, iterations * batch, batch, *evaluated)
     log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, used)
     seen = read_step(case, datasets.train, step, num_decoded)
     view = StepView(seen, tokenizer, most, is_packed=config.model.sequence_packing_scheduler is not None)
-    head = {"recipe": config.recipe, "step": step, "steps": train.train_iters, "world_size": case.world_size}
+    head = {"recipe": config.recipe, "step": step, "steps": iterations, "world_size": case.world_size}
     if as_data:
         return head | view.as_dict()
     console = Console(highlight=False, markup=False, emoji=False)
     first, last = seen.samples[0].number, seen.samples[-1].number
-    of = f"step {step:,} of {train.train_iters:,}"
+    of = f"step {step:,} of {iterations:,}"
     console.print(
         f"{in_a_line(config.recipe)}: {of}, samples {first:,} to {last:,}, on {case.world_size:,} ranks", soft_wrap=True
     )
