@@ -16,6 +16,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
+from megatron_cp.data.formats.length_classes import LengthClass, classes_of, open_length_classes
 from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.split import ALL_FOR_TRAINING
 
@@ -47,6 +48,23 @@ class MockVarlenDataset:
         tokens, most = self.num_tokens, 2 * self._masked  # a sample's masked share is uniform in [0, most], cut to 1
         masked = most / 2 if most <= 1 else 1 - 1 / (2 * most)
         return Contents("", len(self), len(self), tokens, tokens * (1 - masked), len(self))
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """First and last + 1 of the documents, which are the samples."""
+        return 0, len(self)
+
+    def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
+        """Return the classes of samples between the lengths ``bounds``."""
+        return classes_of(self._lengths, bounds)
+
+    def first_samples(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first sample of each document."""
+        return documents
+
+    def loss_tokens_of(self, documents: np.ndarray) -> float:
+        """Return the expected number of loss tokens of documents."""
+        return float(self._lengths[documents].sum()) * (self.contents().loss_tokens or 0) / self.num_tokens
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample, int64, in the shape of ``indices``."""
@@ -101,7 +119,7 @@ class DocumentDataset:
 
         files = self._files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
-        self._index = open_documents(files, max_length, path_to_cache)
+        self._index, self._path_to_cache = open_documents(files, max_length, path_to_cache), path_to_cache
         self._data = IndexedDataset(files.prefix)
         total = files.num_boundaries - 1
         if prompt_lengths is not None and len(prompt_lengths) != total:
@@ -131,6 +149,31 @@ class DocumentDataset:
 
     def __len__(self) -> int:
         return self._num_samples
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """First and last + 1 of the documents in use."""
+        first, last = self._part
+        return first, last
+
+    def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
+        """Return the classes of the file's documents between the lengths ``bounds``."""
+        return open_length_classes(self._files, self._index, self._max_length, bounds, self._path_to_cache)
+
+    def first_samples(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first sample of each document, int64."""
+        return self._index.samples[documents].astype(np.int64) - self._before
+
+    def loss_tokens_of(self, documents: np.ndarray) -> int:
+        """Count the labels of documents in the loss; reads their prompt lengths."""
+        counted = 0
+        for piece in chunks(0, len(documents)):
+            numbers = documents[piece].astype(np.int64)
+            first, end = (self._index.targets[numbers + i].astype(np.int64) for i in range(2))
+            counted += int((end - first).sum())
+            if self._prompts is not None:
+                counted -= int(np.maximum(self._prompts[numbers].astype(np.int64) - 1, 0).sum())  # a text's is 0
+        return counted
 
     def contents(self) -> Contents:
         """Return the counts of one epoch; reads the prompt lengths, four bytes a document."""
