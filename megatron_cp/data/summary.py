@@ -37,6 +37,16 @@ class _Use(NamedTuple):
     def epochs(self) -> float:
         return self.total / self.source.samples
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of all starts."""
+        return self.epochs * self.source.tokens
+
+    @property
+    def label(self) -> str:
+        """The file, and the class of length."""
+        return ", ".join(filter(None, [self.source.name, self.source.lengths]))
+
 
 class TokensUsed(NamedTuple):
     """Samples that a run uses: training samples [first, last), and evaluation batches."""
@@ -58,10 +68,11 @@ def log_data(
     """Log the data of a run."""
     mock, uses = _is_mock(data), _uses(datasets, taken)
     logger.log(logging.WARNING if mock else logging.INFO, _data_line(data, datasets, uses, taken.eval_iters > 0))
+    if not mock or data.length_mixture is not None:
+        for line in _file_lines(uses):
+            logger.info(line)
     if mock:
         return
-    for line in _file_lines(uses):
-        logger.info(line)
     if datasets.train is not None:
         for line in _repeated(uses, taken.batch_size):
             logger.warning(line)
@@ -94,21 +105,28 @@ def _data_line(data: DatasetConfig, datasets: Datasets, uses: Sequence[_Use], ev
     ]
     rest = "".join(f" | {fact}" for fact in facts)
     room = max(_SHORTEST_NAME, LINE - _STAMP - len("data: ") - len(rest))
-    return f"data: {_mock_name(data) if mock else _files([use.source.name for use in uses], room)}{rest}"
+    names = [use.source.name for use in uses]
+    if data.length_mixture is not None:  # a file has several classes
+        names = list(dict.fromkeys(names))
+    return f"data: {_mock_name(data) if mock else _files(names, room)}{rest}"
 
 
 def _file_lines(uses: Sequence[_Use]) -> Iterator[str]:
-    """Yield a line per file of a blend, the most repeated files first."""
+    """Yield a line per file of a blend or class of a mixture, the most repeated first."""
     if len(uses) < 2:
         return
     samples = sum(use.total for use in uses) or 1
+    tokens, drawn = sum(use.source.tokens for use in uses), sum(use.tokens for use in uses) or 1
     most = sorted(uses, key=lambda use: -use.epochs)
+    kind, kinds = ("class", "classes") if uses[0].source.lengths else ("file", "files")
     for number, use in enumerate(most[:_MOST_FILES], 1):
-        facts = [*_numbers([use.source], mock=False), f"{_percent(use.total / samples)} of the run's samples"]
-        epochs = _epochs(_short(use.epochs))
-        yield " | ".join([f"file {number} of {len(uses)}: {use.source.name}", *facts, epochs])
+        share = f"{_percent(use.total / samples)} of the run's samples"
+        if use.source.lengths:
+            share = f"{_percent(use.source.tokens / tokens)} of the tokens, {_percent(use.tokens / drawn)} of the run's"
+        facts = [*_numbers([use.source], mock=False), share, _epochs(_short(use.epochs))]
+        yield " | ".join([f"{kind} {number} of {len(uses)}: {use.label}", *facts])
     if left := most[_MOST_FILES:]:
-        yield f"{len(left)} more files: at most {_epochs(_short(left[0].epochs))} each"
+        yield f"{len(left)} more {kinds}: at most {_epochs(_short(left[0].epochs))} each"
 
 
 def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
@@ -120,10 +138,14 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     taken, last = sum(use.total - use.now for use in uses), sum(use.total for use in uses)
     iterations = int(last * _MOST_EPOCHS / worst.epochs / size)
     shorter = f"{NAME.train.train_iters}={iterations}, or " if iterations * size > taken else ""
+    what, kinds, share = f"{NAME.dataset.data_path}={worst.label}: is", "files", ""
+    if worst.source.lengths:
+        what, kinds = f"{NAME.dataset.length_mixture}: the class '{worst.label}' is", "classes"
+        share = f"a smaller share in {NAME.dataset.length_mixture}, or "
     yield (
-        f"{NAME.dataset.data_path}={worst.source.name}: is repeated {_short(worst.epochs)} times by this run"
-        f"{f', {rest} more files more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} epochs "
-        f"improve a model little. Fix: {shorter}more data."
+        f"{what} repeated {_short(worst.epochs)} times by this run"
+        f"{f', {rest} more {kinds} more than {_MOST_EPOCHS} times' if rest else ''}; more than {_MOST_EPOCHS} epochs "
+        f"improve a model little. Fix: {shorter}{share}more data."
     )
 
 
@@ -144,7 +166,7 @@ def _other_tokenizer(tokenizer: TokenizerConfig, uses: Sequence[_Use], end: int)
     """Yield a warning for each file whose documents end with another token."""
     if tokenizer.tokenizer_type == "NullTokenizer" and tokenizer.eod_id is None:
         return
-    for source in (use.source for use in uses):
+    for source in {use.source.name: use.source for use in uses}.values():  # classes of a file have its ends
         if source.ends and end not in source.ends:
             yield (
                 f"{NAME.dataset.data_path}={source.name}: none of the first {len(source.ends)} documents ends with "

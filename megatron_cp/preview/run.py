@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -13,10 +13,14 @@ from megatron_cp.data.samples.epochs import iterations_of_epochs
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.summary import TokensUsed, log_data
 from megatron_cp.data.text.tokenizers import build_tokenizer
+from megatron_cp.preview.lengths import as_lines, length_rows
 from megatron_cp.preview.show import StepView
 from megatron_cp.preview.step import build_training_data, read_step
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.monitor.metrics import start_logging
+
+if TYPE_CHECKING:
+    from megatron_cp.data.samples.contents import HasSources
 
 
 def preview(case: Case, step: int, num_decoded: int, most: int | None, *, as_data: bool) -> dict[str, Any] | None:
@@ -41,11 +45,13 @@ def preview(case: Case, step: int, num_decoded: int, most: int | None, *, as_dat
     evaluated = config.validation.eval_iters, config.evaluation_batch[0]
     used = TokensUsed(0, iterations * batch, batch, *evaluated)
     log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, used)
+    train_data = cast("HasSources", datasets.train)
     seen = read_step(case, datasets.train, step, num_decoded)
     view = StepView(seen, tokenizer, most, is_packed=config.model.sequence_packing_scheduler is not None)
     head = {"recipe": config.recipe, "step": step, "steps": iterations, "world_size": case.world_size}
+    rows = length_rows(train_data, iterations * batch)
     if as_data:
-        return head | view.as_dict()
+        return head | view.as_dict() | {"length_mixture": [row._asdict() for row in rows]}
     console = Console(highlight=False, markup=False, emoji=False)
     first, last = seen.samples[0].number, seen.samples[-1].number
     of = f"step {step:,} of {iterations:,}"
@@ -57,4 +63,6 @@ def preview(case: Case, step: int, num_decoded: int, most: int | None, *, as_dat
         message = f"the run may choose other groups after it measured {calibrated} iterations"
         console.print(f"{message} ({NAME.model.dynamic_context_parallel_calibration_iters})", soft_wrap=True)
     view.print(console)
+    if rows:
+        console.print("", *as_lines(rows), sep="\n", soft_wrap=True)
     return None

@@ -90,6 +90,7 @@ ERROR = {
     "K34": "apply_rope_fusion is not available",
     "K31": "97 is not divisible by 2",
     "K58": "weight",
+    "K69": "share 0 must be above zero",
     "K37": "mat1 and mat2 shapes cannot be multiplied",
     "K61": "Cannot specify both num_buckets and bucket_size",
     "K62": r"Length of no_rope list \(2\) must match the number of layers \(4\)",

@@ -58,6 +58,12 @@ class DatasetConfig:
         DATA,
         when=PACKED,
     )
+    length_mixture: list[int | float] | None = setting(
+        None,
+        "packed training data: shares of tokens by document length, as share, length, share, ...: [0.4,8192,0.6] draws "
+        "40 % from documents below 8192 tokens; null: as the data is",
+        DATA,
+    )
     mock_lengths: str = setting(
         "lognormal", "mock_documents: name of a distribution, or a file of lengths", DATA, when=PACKED
     )

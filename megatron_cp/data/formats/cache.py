@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,26 @@ def build_cached(fill: Callable[[Path], Any], folder: Path) -> None:
             f"{error.filename or folder.parent}: the sample index cannot be written ({error.strerror}). "
             f"Fix: {NAME.dataset.path_to_cache}=FOLDER (a writable one)"
         ) from error
+
+
+def store_array(path: Path, parts: Iterable[np.ndarray], count: int, most: int) -> None:
+    """Write ``count`` numbers from 0 to ``most`` in the smallest dtype, part by part."""
+    dtype = np.min_scalar_type(most)
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            file.write(part.astype(dtype).tobytes())
+
+
+def running_sums(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield 0 and then the cumulative sums of ``parts``, int64."""
+    total = np.zeros(1, dtype=np.int64)
+    yield total
+    for part in parts:
+        sums = total[-1] + np.cumsum(part, dtype=np.int64)
+        yield sums
+        total = sums if len(sums) else total
 
 
 def map_array(path: str | Path) -> np.ndarray:

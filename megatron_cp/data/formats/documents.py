@@ -6,13 +6,13 @@ rank: too much for a billion documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array
+from megatron_cp.data.formats.cache import build_cached, cache_key, cache_root, map_array, running_sums, store_array
 from megatron_cp.data.formats.indexed import IndexedFiles, check_lengths, chunks, document_lengths
 
 _FORMAT = 1  # of the stored arrays; a change invalidates caches
@@ -70,24 +70,11 @@ def _store(files: IndexedFiles, max_length: int, folder: Path) -> None:
     check_lengths(files)
     documents = files.num_boundaries - 1
     most_samples = files.num_tokens // max_length + documents
-    _store_sums(folder / _TARGETS, _targets(files), documents, files.num_tokens)
-    _store_sums(folder / _SAMPLES, (-(-part // max_length) for part in _targets(files)), documents, most_samples)
+    samples = (-(-part // max_length) for part in _targets(files))
+    store_array(folder / _TARGETS, running_sums(_targets(files)), documents + 1, files.num_tokens)
+    store_array(folder / _SAMPLES, running_sums(samples), documents + 1, most_samples)
 
 
 def _targets(files: IndexedFiles) -> Iterator[np.ndarray]:
     for part in chunks(0, files.num_boundaries - 1):
         yield np.maximum(document_lengths(files, part) - 1, 0)  # 0, not -1, for an empty document
-
-
-def _store_sums(path: Path, parts: Iterable[np.ndarray], count: int, most: int) -> None:
-    """Write cumulative sums of ``count`` numbers in the smallest dtype for ``most``."""
-    dtype = np.min_scalar_type(most)
-    with path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count + 1,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        total = 0
-        file.write(np.zeros(1, dtype).tobytes())
-        for part in parts:
-            sums = total + np.cumsum(part, dtype=np.int64)
-            total = int(sums[-1])
-            file.write(sums.astype(dtype).tobytes())

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.data.formats.cache import map_array
-from megatron_cp.data.formats.indexed import chunks
 
 _SPANS, _DOCUMENTS = ".spans.npy", ".documents.npy"
 
@@ -38,21 +37,14 @@ class LossSpans:
             mask[max(0, begin - start) : max(0, end - start)] = 1.0
         return mask
 
-    def count(self, first: int, last: int, begins: np.ndarray | int = 1, ends: np.ndarray | None = None) -> int:
-        """Count the learned tokens of documents [first, last).
-
-        ``begins`` and ``ends`` limit each document's tokens, int64 [last - first]. A document's token 0 has no
-        prediction, so it does not count.
-        """
-        total = 0
-        for part in chunks(first, last):
-            numbers = np.diff(self.first[part.start : part.stop + 1])
-            spans = self.spans[self.first[part.start] : self.first[part.stop]].astype(np.int64)
-            of_part = slice(part.start - first, part.stop - first)
-            lower = np.repeat(begins[of_part], numbers) if isinstance(begins, np.ndarray) else begins
-            upper = spans[:, 1] if ends is None else np.minimum(spans[:, 1], np.repeat(ends[of_part], numbers))
-            total += int(np.maximum(upper - np.maximum(spans[:, 0], lower), 0).sum())
-        return total
+    def count(self, documents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> int:
+        """Count the learned tokens [begin, end) of documents; all arrays are int64 [n]."""
+        numbers = self.first[documents + 1] - self.first[documents]
+        # Places of the documents' spans, one after the other.
+        skipped = self.first[documents] - np.cumsum(numbers) + numbers
+        spans = self.spans[np.repeat(skipped, numbers) + np.arange(numbers.sum())].astype(np.int64)
+        lower = np.maximum(spans[:, 0], np.repeat(begins, numbers))
+        return int(np.maximum(np.minimum(spans[:, 1], np.repeat(ends, numbers)) - lower, 0).sum())
 
 
 def write_spans(prefix: str, spans: Iterable[Iterable[tuple[int, int]]]) -> None:

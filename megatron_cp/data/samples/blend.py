@@ -12,6 +12,7 @@ from megatron_cp.config.names import NAME
 
 logger = logging.getLogger(__name__)
 _PERIOD = 1 << 16
+_MOST_SOURCES = np.iinfo(np.int16).max  # megatron-core numbers sources in 16 bits
 
 
 class BlendOrder:
@@ -22,12 +23,17 @@ class BlendOrder:
     source without a sample in the period gets one at its end.
 
     Raises:
-        DataError: a source has no sample in the period, and ``keep_small`` is false.
+        DataError: there are too many sources, or one has no sample in the period and ``keep_small`` is false.
     """
 
     def __init__(self, weights: Sequence[float], *, keep_small: bool = False) -> None:
         from megatron.core.datasets import helpers
 
+        if len(weights) > _MOST_SOURCES:
+            raise DataError(
+                f"{NAME.dataset.data_path}: has {len(weights)} files or classes of length, more than {_MOST_SOURCES}. "
+                "Fix: join some of the files"
+            )
         self._source = np.zeros(_PERIOD, dtype=np.int16)
         self._nth = np.zeros(_PERIOD, dtype=np.int64)
         shares = np.asarray(weights, dtype=np.float64) / sum(weights)

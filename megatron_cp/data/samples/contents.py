@@ -15,10 +15,11 @@ class Contents:
         name: the file, as in ``dataset.data_path``.
         documents: in the part; ``None`` for mock samples of one length.
         all_documents: in the whole file.
-        tokens: in the part's documents.
+        tokens: in the part's documents; for a class of length, in its samples (without each document's last token).
         loss_tokens: labels in the loss; ``None`` if counting them would need to read every token.
         samples: per epoch. A fraction if windows continue from one epoch into the next.
         ends: last token of each of the first documents; empty for files that this run tokenized.
+        lengths: the documents' class of length; empty for documents of all lengths.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Contents:
     loss_tokens: float | None
     samples: float
     ends: tuple[int, ...] = ()
+    lengths: str = ""
 
 
 class Origin(NamedTuple):

@@ -18,10 +18,13 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
+from megatron_cp.data.formats.length_classes import open_length_classes
 from megatron_cp.data.formats.loss_spans import map_spans
 from megatron_cp.data.formats.sample_files import check_first_row, log_notes, map_rows, tokenized
+from megatron_cp.data.length_mixture import parse_mixture
 from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.contents import Contents, Origin
+from megatron_cp.data.samples.mixed_lengths import DocumentsOfLength, mixed
 from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -33,7 +36,7 @@ from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 logger = logging.getLogger(__name__)
 KINDS = ("documents", "jsonl", "mock_documents")
-Source = DocumentDataset | MockVarlenDataset  # one epoch of samples
+Source = DocumentDataset | MockVarlenDataset | DocumentsOfLength  # one epoch of samples
 
 
 class Stream:
@@ -41,15 +44,23 @@ class Stream:
 
     Sample i does not depend on ``num_samples``, and exists beyond them. Each epoch of a source is a new permutation of
     all of its samples. ``weights`` are shares of *tokens*; by default the sources' numbers of samples decide.
+    ``keep_small``: as for :class:`BlendOrder`; by default without weights, as the user can raise a small weight.
     """
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None, seed: int, num_samples: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float] | None,
+        seed: int,
+        num_samples: int,
+        keep_small: bool | None = None,
+    ) -> None:
         self._sources, self._seed, self._num_samples = list(sources), seed, num_samples
         shares = [float(len(source)) for source in sources]
         if weights is not None:
             shares = [w * len(source) / source.num_tokens for w, source in zip(weights, sources, strict=True)]
-        # keep_small: the user can raise a small weight only if weights are given.
-        self._blend_order = BlendOrder(shares, keep_small=weights is None) if len(sources) > 1 else None
+        keep_small = weights is None if keep_small is None else keep_small
+        self._blend_order = BlendOrder(shares, keep_small=keep_small) if len(sources) > 1 else None
 
     def __len__(self) -> int:
         return self._num_samples
@@ -104,13 +115,14 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     if config.kind == "mock_documents":
         return run_on_all_ranks(
             lambda: [
-                Stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count) if count else None
-                for seed, count in zip(seeds, samples, strict=True)
+                _stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count, config, name) if count else None
+                for name, seed, count in zip(SPLITS, seeds, samples, strict=True)
             ]
         )
     parts = run_on_all_ranks(lambda: files_of_splits(config, samples))
     paths = list(dict.fromkeys(path for part in parts if part for path in part.paths))
-    run_once_per_node(lambda: _prepare(paths, config, tokenizer))
+    mixed_paths = parts[0].paths if parts[0] is not None and config.length_mixture is not None else []
+    run_once_per_node(lambda: _prepare(paths, mixed_paths, config, tokenizer))
 
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
@@ -142,7 +154,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                     raise
                 raise DataError(f"the {name} part of {NAME.dataset.split}={config.split}: {error}") from error
             _report_cut(name, sources, config)
-            streams.append(Stream(sources, part.weights, seed, count))
+            streams.append(_stream(sources, part.weights, seed, count, config, name))
         return streams
 
     return run_on_all_ranks(build)
@@ -156,13 +168,33 @@ def _report_cut(part: str, sources: Sequence[DocumentDataset], config: DatasetCo
         logger.info(message, config.too_long, documents, part, config.seq_length, tokens)
 
 
-def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
+def _stream(
+    sources: Sequence[DocumentDataset] | Sequence[MockVarlenDataset],
+    weights: Sequence[float] | None,
+    seed: int,
+    count: int,
+    config: DatasetConfig,
+    split: str,
+) -> Stream:
+    """Return the stream of a split; training data have the configured mixture."""
+    if config.length_mixture is None or split != SPLITS[0]:
+        return Stream(sources, weights, seed, count)
+    mixture = parse_mixture(config.length_mixture)
+    classes = [source.length_classes(mixture.bounds) for source in sources]
+    # A file may have few documents of a class.
+    return Stream(*mixed(sources, weights, classes, mixture), seed, count, keep_small=True)
+
+
+def _prepare(paths: list[str], mixed_paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Build the caches of this node; return each path's counts, to compare nodes."""
     contents = {}
     for path in paths:
         files = open_indexed(_prefix(path, config, tokenizer))
         one_sample = config.too_long in ("keep_start", "keep_end")
-        open_documents(files, config.seq_length, config.path_to_cache, one_sample=one_sample)
+        index = open_documents(files, config.seq_length, config.path_to_cache, one_sample=one_sample)
+        if path in mixed_paths:
+            bounds = parse_mixture(config.length_mixture or ()).bounds
+            open_length_classes(files, index, config.seq_length, bounds, config.path_to_cache)
         contents[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
     return contents
 

@@ -16,6 +16,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
+from megatron_cp.data.formats.length_classes import LengthClass, classes_of, open_length_classes
 from megatron_cp.data.formats.loss_spans import LossSpans
 from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.split import ALL_FOR_TRAINING
@@ -48,6 +49,23 @@ class MockVarlenDataset:
         tokens, most = self.num_tokens, 2 * self._masked  # a sample's masked share is uniform in [0, most], cut to 1
         masked = most / 2 if most <= 1 else 1 - 1 / (2 * most)
         return Contents("", len(self), len(self), tokens, tokens * (1 - masked), len(self))
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """First and last + 1 of the documents, which are the samples."""
+        return 0, len(self)
+
+    def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
+        """Return the classes of samples between the lengths ``bounds``."""
+        return classes_of(self._lengths, bounds)
+
+    def first_samples(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first sample of each document."""
+        return documents
+
+    def loss_tokens_of(self, documents: np.ndarray) -> float:
+        """Return the expected number of loss tokens of documents."""
+        return float(self._lengths[documents].sum()) * (self.contents().loss_tokens or 0) / self.num_tokens
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample, int64, in the shape of ``indices``."""
@@ -105,7 +123,7 @@ class DocumentDataset:
 
         files = self._files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
-        self._too_long = too_long
+        self._too_long, self._path_to_cache = too_long, path_to_cache
         self._index = open_documents(files, max_length, path_to_cache, one_sample=self._cuts)
         self._data = IndexedDataset(files.prefix)
         total = files.num_boundaries - 1
@@ -141,6 +159,34 @@ class DocumentDataset:
         return self._num_samples
 
     @property
+    def documents(self) -> tuple[int, int]:
+        """First and last + 1 of the documents in use."""
+        first, last = self._part
+        return first, last
+
+    def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
+        """Return the classes of the file's documents between the lengths ``bounds``."""
+        return open_length_classes(self._files, self._index, self._max_length, bounds, self._path_to_cache)
+
+    def first_samples(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first sample of each document, int64."""
+        return self._index.samples[documents].astype(np.int64) - self._before
+
+    def loss_tokens_of(self, documents: np.ndarray) -> int:
+        """Count the labels of documents in the loss; reads their spans."""
+        return sum(self._loss_tokens(documents[piece].astype(np.int64)) for piece in chunks(0, len(documents)))
+
+    def _loss_tokens(self, documents: np.ndarray) -> int:
+        """Count the labels of a few documents in the loss, int64 [n]."""
+        first, end = (self._index.targets[documents + i].astype(np.int64) for i in range(2))
+        kept = np.minimum(end - first, self._max_length) if self._cuts else end - first
+        if self._spans is None:
+            return int(kept.sum())
+        left_out = end - first - kept if self._too_long == "keep_end" else np.zeros_like(kept)
+        begins = 1 + left_out  # token 0 has no prediction
+        return self._spans.count(documents, begins, begins + kept)
+
+    @property
     def _cuts(self) -> bool:
         return self._too_long in ("keep_start", "keep_end")
 
@@ -158,17 +204,8 @@ class DocumentDataset:
         first, last = self._part
         ends = first_end_tokens(self._files) if self._spans is None else ()
         tokens, of_file = tokens_between(self._files, first, last), self._files.num_boundaries - 1
-        return Contents(self._path, last - first, of_file, tokens, self._loss_tokens(), len(self), ends)
-
-    def _loss_tokens(self) -> int:
-        if self._spans is None:
-            return self.num_tokens
-        first, last = self._part
-        if not self._cuts:
-            return self._spans.count(first, last)
-        targets = np.diff(self._index.targets[first : last + 1].astype(np.int64))
-        begins = np.maximum(targets - self._max_length, 0) if self._too_long == "keep_end" else np.zeros_like(targets)
-        return self._spans.count(first, last, begins + 1, begins + 1 + np.minimum(targets, self._max_length))
+        counted = sum(self._loss_tokens(np.arange(piece.start, piece.stop)) for piece in chunks(first, last))
+        return Contents(self._path, last - first, of_file, tokens, counted, len(self), ends)
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (document, first token within it, number of tokens) of each sample."""

@@ -17,6 +17,7 @@ from megatron_cp.rules.checks.parallel import context_parallel, groups, packing,
 from megatron_cp.rules.checks.run import (
     checkpointing,
     data,
+    length_mixture,
     logging,
     memory,
     optimizer,

@@ -123,6 +123,8 @@ def test_a_source_too_small_for_a_period_gets_a_turn_or_a_raised_weight() -> Non
     assert [i for i, (source, _) in enumerate(dealt) if source == 1] == [period - 1, 2 * period - 1]
     sources = [MockVarlenDataset(np.full(length, 3), 9, 0) for length in (1, 1, 10**5, 2 * 10**5)]
     assert Stream(sources, None, 0, 10).lengths(np.arange(3)).tolist() == [3] * 3
+    with pytest.raises(DataError, match=r"has 40000 files or classes of length, more than 32767\. Fix: join"):
+        BlendOrder([1.0] * 40000)
     with pytest.raises(DataError, match="raise its weight"):
         Stream(sources, [1e-9, 1e-9, 1.0, 2.0], 0, 10)
 
