@@ -173,3 +173,18 @@ def test_dialogues_without_a_template_end_before_the_rendezvous(packed: RunConfi
     (tmp_path / "data.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"cannot be read as Parquet: .*Fix: "):
         check_files(packed.dataset, ByteLevelTokenizer(), packed.tokenizer)
+
+
+@pytest.mark.parametrize("too_long", ["split", "keep_start", "keep_end"])
+def test_classes_of_length_count_what_their_samples_learn(
+    packed: RunConfig, tmp_path: Path, tokenizer: HuggingFaceTokenizer, too_long: Any
+) -> None:
+    packed.dataset.seq_length, packed.dataset.too_long = 9, too_long
+    packed.dataset.length_mixture = [0.5, 9, 0.5]
+    train = stream(packed, write(tmp_path / "data.jsonl", ROWS), tokenizer)
+    contents = train.sources()
+    assert len(contents) == 2
+    for number, (source, counts) in enumerate(zip(train._sources, contents, strict=True)):
+        samples = [source[index] for index in range(len(source))]
+        assert counts.loss_tokens == sum(int(sample["loss_mask"].sum()) for sample in samples), number
+        assert counts.tokens == sum(len(sample["tokens"]) for sample in samples), number
