@@ -31,8 +31,9 @@ def export_of_run(root: Path, iteration: int | None, typed: str) -> RunExport:
         folder = folder_of_export(root, known)
         if is_of(folder, checkpoint):
             return RunExport(folder, f"reusing the export of {checkpoint}: {folder} ({size_of(folder)})")
-    # A process of its own: megatron-core is prepared for a machine without GPUs, and host memory is returned.
-    with ProcessPoolExecutor(1, get_context("fork"), _hide_gpus) as pool:
+    # A process of its own: megatron-core is prepared for a machine without GPUs, and host memory is returned. Not
+    # forked: a process that has used torch has threads and objects that do not survive it.
+    with ProcessPoolExecutor(1, get_context("spawn"), _hide_gpus) as pool:
         try:
             return pool.submit(_export, root, iteration, typed).result()
         except BrokenProcessPool as error:

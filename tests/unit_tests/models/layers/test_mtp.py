@@ -438,7 +438,7 @@ def test_a_model_may_begin_with_the_weights_of_one_that_predicts_no_further_toke
 
 
 def test_each_depth_is_a_metric_of_its_own(tmp_path: Path) -> None:
-    metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
+    metrics = StepMetrics(1, 4, 128, 128, 32, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, mtp_losses=(5.5, 6.0))
     reporter = Reporter(LoggerConfig(), 10, tmp_path)
     reporter.step(metrics)
     reporter.close()

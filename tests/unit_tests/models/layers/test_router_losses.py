@@ -98,7 +98,7 @@ def test_only_requested_losses_are_reported() -> None:
 
 def test_they_are_metrics_of_their_own(tmp_path: Path) -> None:
     given = {"load_balancing_loss": 1.25, "z_loss": 3.0}
-    metrics = StepMetrics(1, 4, 128, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, router_losses=given)
+    metrics = StepMetrics(1, 4, 128, 128, 32, 5.0, 1.0, 1e-3, 0.1, 1.0, 1.0, 1.0, 1.0, 4, False, router_losses=given)
     reporter = Reporter(LoggerConfig(), 10, tmp_path)
     reporter.step(metrics)
     reporter.close()

@@ -61,7 +61,7 @@ class Agreeing:
 
 def open_static(dataset: Any, *, iteration: int = 0, training: bool = True, workers: int = 0) -> StaticSteps:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    train = SimpleNamespace(global_batch_size=BATCH, micro_batch_size=2, train_iters=6)
+    train = SimpleNamespace(global_batch_size=BATCH, micro_batch_size=2, iterations=6)
     config = SimpleNamespace(
         train=train,
         evaluation_batch=(BATCH, 2),
