@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.layers.chunked_loss import chunked_losses
 from megatron_cp.models.layers.mtp import shift_left
+from megatron_cp.models.layers.predictions import is_most_likely
 from megatron_cp.models.layers.router import shard_padding_mask
 
 # Inputs that megatron-core's GPT model passes to layers of multi-token prediction.
@@ -25,6 +26,7 @@ class LanguageModelMixin(LanguageModule):
     """Losses and tied weights of GPT and hybrid models."""
 
     cross_entropy_chunk_size: int | None = None  # tokens whose logits exist at once; None: all
+    marks_errors = False  # losses are negative where another token is more likely than the label
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,9 +93,19 @@ class LanguageModelMixin(LanguageModule):
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
         """Return per-token losses [b, s] of logits [s, b, v].
 
+        With ``marks_errors`` their sign tells wrong predictions: it passes through chunks and costs no memory. The loss
+        of a wrong prediction is above 0.69, so it has a sign.
+
         Upstream's call has Transformer Engine's kernel check in each backward pass whether all gradients are 1, which
         makes the host wait for the device.
         """
+        if self.marks_errors:  # before the loss, which may overwrite the logits
+            right = is_most_likely(labels, logits, self.pg_collection.tp)
+            losses = self._losses_of_logits(labels, logits)
+            return torch.where(right, losses, -losses)
+        return self._losses_of_logits(labels, logits)
+
+    def _losses_of_logits(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
         if not (self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "te"):
             return super().compute_language_model_loss(labels, logits)
         from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from megatron_cp.common.terminal import in_a_line
+from megatron_cp.report.evaluations import read_results
 from megatron_cp.report.runs import LoggedRun
 
 _WARM_UP = 2  # the first steps allocate buffers and connections
@@ -15,7 +16,21 @@ _WARM_UP = 2  # the first steps allocate buffers and connections
 def table(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
     """Return rows of a name and one cell per run, without empty rows."""
     rows = [(name, [cell(run) for run in runs]) for name, cell in _ROWS.items()]
-    return [(name, cells) for name, cells in rows if any(cells)]
+    return [(name, cells) for name, cells in (*rows, *_evaluations(runs)) if any(cells)]
+
+
+def _evaluations(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
+    """Return a row for each name in the runs' ``evaluations`` folders."""
+    found = [read_results(run.folder) for run in runs]
+    names = sorted({name for results in found for name in results})
+    return [(f"evaluation {name}", [_evaluation(results.get(name)) for results in found]) for name in names]
+
+
+def _evaluation(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    per_byte = f", {result['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in result else ""
+    return f"{result['loss']:.4f}{per_byte} ({result.get('tokens', 0):,} tokens, iteration {result.get('iteration')})"
 
 
 def as_text(runs: Sequence[LoggedRun]) -> str:

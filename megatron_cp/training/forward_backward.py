@@ -56,10 +56,16 @@ class PendingLosses(LossSums):
         return StepLosses(float(found.loss), int(found.tokens), tuple(found.mtp_losses.tolist()), routers)
 
 
-def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only: bool) -> PendingLosses:
+Observe = Callable[[Any, Tensor], None]  # called with a microbatch and its losses per token
+
+
+def forward_backward(
+    run: Run, microbatches: Sequence[Microbatch], forward_only: bool, observe: Observe | None = None
+) -> PendingLosses:
     """Run the pipeline schedule and return the losses, equal on every rank.
 
-    With ``forward_only`` MTP and router losses are left out.
+    With ``forward_only`` MTP and router losses are left out. ``observe`` is called on the last stage, for each
+    microbatch; losses that it sees as negative count by their size.
     """
     model = run.config.model
     stages = model.virtual_pipeline_model_parallel_size
@@ -72,7 +78,9 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch], forward_only:
     timed = run.work_clock(run.core_config) if run.work_clock and not forward_only else nullcontext()
     with run.phases("forward_backward"), timed:
         reports = schedule(
-            forward_step_func=partial(forward_step, mtp_weights=depth_weights(run.core_config, depth_tokens)),
+            forward_step_func=partial(
+                forward_step, mtp_weights=depth_weights(run.core_config, depth_tokens), observe=observe
+            ),
             # Every virtual stage needs an iterator of its own.
             data_iterator=iter(microbatches) if stages is None else [iter(microbatches) for _ in range(stages)],
             model=run.model if stages is not None else run.model[0],
@@ -110,10 +118,14 @@ def _depth_tokens(run: Run, microbatches: Sequence[Microbatch]) -> list[float]:
 
 
 def forward_step(
-    microbatches: Iterator[Microbatch], model: Any, mtp_weights: tuple[float, ...] = ()
+    microbatches: Iterator[Microbatch],
+    model: Any,
+    mtp_weights: tuple[float, ...] = (),
+    observe: Observe | None = None,
 ) -> tuple[Tensor, Callable]:
     """Run one microbatch through this rank's chunk (megatron-core's forward-step API)."""
-    values = _values_of(next(microbatches))
+    microbatch = next(microbatches)
+    values = _values_of(microbatch)
     output = model(
         input_ids=values["tokens"],
         position_ids=values["position_ids"],
@@ -124,7 +136,15 @@ def forward_step(
         # Router losses must not count padding.
         padding_mask=values.get("padding_mask") if model.config.num_moe_experts else None,
     )
-    return output, partial(loss_function, values["loss_mask"], mtp_weights)
+    sums_of = partial(loss_function, values["loss_mask"], mtp_weights)
+    if observe is None:
+        return output, sums_of
+
+    def observed(losses: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+        observe(microbatch, losses)
+        return sums_of(losses.abs())
+
+    return output, observed
 
 
 def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Tensor) -> tuple[Tensor, Tensor, LossSums]:

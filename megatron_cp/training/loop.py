@@ -125,7 +125,7 @@ def train(
                 stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
                 evaluated_at = iteration
             if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
-                exit_code = _exit_code(stop, iteration)
+                exit_code = exit_code_of(stop, iteration)
                 break
         if progress.iteration != saved_at:
             _save(run, saver, steps, reporter)
@@ -142,10 +142,10 @@ def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: Signal
     """
     stop = _evaluate(run, "validation", datasets.valid, reporter, watch) if again else 0
     stop = stop or _evaluate(run, "test", datasets.test, reporter, watch)
-    return _exit_code(stop, run.progress.iteration)
+    return exit_code_of(stop, run.progress.iteration)
 
 
-def _exit_code(stop: int, iteration: int) -> int:
+def exit_code_of(stop: int, iteration: int) -> int:
     """Return the exit code for the signal ``stop`` (0: no signal)."""
     if not stop:
         return 0

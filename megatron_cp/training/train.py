@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,32 @@ def run(config: RunConfig, before: Callable[[RunConfig], None] | None = None) ->
     return run_training(config, before).exit_code
 
 
-def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None = None) -> TrainResult:
+class Work(NamedTuple):
+    """What a run does with its model.
+
+    check: looks at the data, before the rendezvous. run: called on every rank, with process groups' backend started.
+    """
+
+    check: Callable[[RunConfig, Tokenizer], None]
+    run: Callable[[Started], TrainResult]
+
+
+class Started(NamedTuple):
+    """A run after the rendezvous; ``start`` is the checkpoint to start from."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    start: ResumePoint | None
+    health: HealthMonitor
+
+
+def run_training(
+    config: RunConfig, before: Callable[[RunConfig], None] | None = None, work: Work | None = None
+) -> TrainResult:
     """Train as configured; ``before`` runs on every rank before the run has groups.
+
+    ``work`` replaces the training.
 
     Raises:
         ConfigError, DataError: a required file is missing or unusable. Raised on every rank.
@@ -70,7 +95,8 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = _vocab_size(config.model.vocab_size, tokenizer)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))  # recorded in checkpoints
-    check_files(config.dataset, tokenizer, config.tokenizer)
+    work = work or Work(lambda config, tokenizer: check_files(config.dataset, tokenizer, config.tokenizer), _run)
+    work.check(config, tokenizer)
     if "M" in config.model.layer_letters:
         check_mamba_ssm()
     if config.train.train_iters is not None:
@@ -96,7 +122,7 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
                 health.doing = lambda: "verification of the layout"
                 before(config)
             start = common_resume_point(partial(find_resume_point, config))  # again, now under the lock
-            return _run(config, tokenizer, vocab_size, start, health)
+            return work.run(Started(config, tokenizer, vocab_size, start, health))
         except DataError:
             raise  # already raised on all ranks
         except BaseException as error:
@@ -144,9 +170,8 @@ def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
     return known or tokenizer.vocab_size
 
 
-def _run(
-    config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: ResumePoint | None, health: HealthMonitor
-) -> TrainResult:
+def _run(started: Started) -> TrainResult:
+    config, tokenizer, vocab_size, start, health = started
     folder = Path(config.checkpoint.save or "")
     datasets = _datasets(config, tokenizer, start)
     ready = setup(config, vocab_size)

@@ -8,19 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.common.errors import DataError, readable
-from megatron_cp.common.input_files import decode_text, file_or_pipe, parse_json
+from megatron_cp.common.input_files import decode_text, file_or_pipe, parse_json, read_bytes
 
-PARQUET = ".parquet"
-ENDINGS = (".jsonl", PARQUET)  # of files with a sample a row
+LINES, PARQUET = (".jsonl", ".json"), ".parquet"
 _ROWS_AT_ONCE = 256  # of a Parquet file; a row group as a whole may not fit into memory
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(file: Path, one_text: bool = False) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield (number from 1, row) of each row; blank lines are skipped.
+
+    With ``one_text`` the file's whole text is its only row.
 
     Raises:
         DataError: the file cannot be read, or a row is not an object.
     """
+    if one_text:
+        with readable(file):
+            content = read_bytes(file)
+        try:
+            yield 1, decode_text(content, file)
+        except ValueError as error:
+            raise DataError(f"{file}: {error}") from error
+        return
     if file.suffix == PARQUET:
         yield from enumerate(_parquet_rows(file), 1)
         return

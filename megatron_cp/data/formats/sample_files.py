@@ -43,12 +43,12 @@ class Pair(NamedTuple):
     response: str
 
 
-def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
+def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig, *, one_text: bool = False) -> str:
     """Return the prefix of a file's tokens, spans and row numbers.
 
-    Writes them if they do not exist. Their folder is in ``path_to_cache`` (by default ``cache`` beside the file). The
-    folder's name depends on the file's path, size and modification time, the tokenizer, its chat template and the
-    settings of the rows.
+    ``one_text``: the file is one text, not rows. Writes the result if it does not exist. Their folder is in
+    ``path_to_cache`` (by default ``cache`` beside the file). The folder's name depends on the file's path, size and
+    modification time, the tokenizer, its chat template and the settings of the rows.
 
     Raises:
         DataError: the file cannot be read, a row is not a sample, there are no samples, or the folder cannot be
@@ -64,20 +64,20 @@ def tokenized(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> str:
         template = ChatTemplate(tokenizer, config.chat_template).digest
     keys = (config.text_key, config.prompt_key, config.response_key, config.messages_key)
     choices = (config.train_on, config.apply_chat_template, config.bad_dialogues)
-    name = cache_key(_FORMAT, stamp, identifiers, template, keys, choices)
+    name = cache_key(_FORMAT, stamp, identifiers, template, keys, choices, *(["text"] if one_text else []))
     folder = cache_root(config.path_to_cache, file) / f"samples-{name}"
-    build_cached(lambda partial: _tokenize(file, tokenizer, config, str(partial / _NAME)), folder)
+    build_cached(lambda partial: _tokenize(file, tokenizer, config, str(partial / _NAME), one_text), folder)
     return str(folder / _NAME)
 
 
-def check_first_row(path: str, tokenizer: Tokenizer, config: DatasetConfig) -> None:
-    """Encode the first row of a file.
+def check_first_row(path: str, tokenizer: Tokenizer, config: DatasetConfig, *, one_text: bool = False) -> None:
+    """Encode the first row of a file, or all of it if it is ``one_text``.
 
     Raises:
         DataError: the file cannot be read or has no row, or the row is not a sample.
     """
     file = Path(path)
-    number, row = next(read_rows(file), (0, None))
+    number, row = next(read_rows(file, one_text), (0, None))
     if row is None:
         raise DataError(f"{path}: is empty. Fix: name a file with samples")
     _Encoder(file, tokenizer, config).encode(number, row)
@@ -117,11 +117,11 @@ class _Encoder:
         self._left_out: list[str] = []
         self.empty = 0
 
-    def encode(self, number: int, row: dict[str, Any]) -> tuple[list[int], list[Span]]:
+    def encode(self, number: int, row: dict[str, Any] | str) -> tuple[list[int], list[Span]]:
         """Return ids and the spans to learn; no ids for a row that is skipped."""
         place = f"{self._file}:{number}"
         try:
-            sample = sample_of(row, self._config)
+            sample = Pair("", row) if isinstance(row, str) else sample_of(row, self._config)
             if isinstance(sample, Pair):
                 return self._encode_pair(sample)
             encoded = self._chat_template().encode(sample, self._config.train_on)
@@ -179,12 +179,12 @@ class _Encoder:
         return self._template
 
 
-def _tokenize(file: Path, tokenizer: Tokenizer, config: DatasetConfig, prefix: str) -> None:
+def _tokenize(file: Path, tokenizer: Tokenizer, config: DatasetConfig, prefix: str, one_text: bool) -> None:
     spans: list[list[Span]] = []
     rows: list[int] = []
     encoder = _Encoder(file, tokenizer, config)
     with indexed_writer(prefix, tokenizer, source=str(file)) as writer:
-        for number, row in read_rows(file):
+        for number, row in read_rows(file, one_text):
             ids, marked = encoder.encode(number, row)
             if ids:
                 writer.add_document(ids, [len(ids)])

@@ -164,6 +164,16 @@ class DocumentDataset:
         first, last = self._part
         return first, last
 
+    @property
+    def num_documents(self) -> int:
+        """Documents in use, with those that have no sample."""
+        first, last = self._part
+        return last - first
+
+    def documents_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the document of each sample among those in use, int64."""
+        return self._locate(indices)[0] - self._part[0]
+
     def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
         """Return the classes of the file's documents between the lengths ``bounds``."""
         return open_length_classes(self._files, self._index, self._max_length, bounds, self._path_to_cache)

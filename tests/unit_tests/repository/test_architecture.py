@@ -18,6 +18,7 @@ ORDER = [
     {"__main__"},
     {"cli", "quickstart"},
     {"api"},
+    {"evaluation"},
     {"verify", "report", "convert", "preview"},
     {"training"},
     {"planner"},
