@@ -1,0 +1,172 @@
+"""Samples of retrieval tasks: exactly as long as asked for, computed from their number when they are read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron_cp.common.errors import DataError
+from megatron_cp.data.needles.haystack import Haystack
+from megatron_cp.data.needles.tasks import Needles, Task
+from megatron_cp.data.text.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_cp.dynamic_cp.runtime.packing import Sample
+
+INTRODUCTION = "Remember the lines that state a number or a variable.\n"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task at one length and depth; ``depth`` in percent, None for needles all over the text."""
+
+    task: Task
+    length: int
+    depth: int | None
+
+
+def cells_of(tasks: Sequence[Task], lengths: Sequence[int], depths: Sequence[int]) -> list[Cell]:
+    """Return the cells of a table, ordered by task, length, depth."""
+    return [
+        Cell(task, length, depth)
+        for task in tasks
+        for length in lengths
+        for depth in (depths if task.at_depth else [None])
+    ]
+
+
+class Written(NamedTuple):
+    """A sample as tokens and as text; ``scored`` are places of answer tokens in ``tokens``."""
+
+    tokens: np.ndarray
+    scored: np.ndarray
+    prompt: str
+    response: str
+
+
+class _Draft(NamedTuple):
+    """A sample without its haystack.
+
+    ``lines``: (share of the haystack before it, text, tokens) of each needle, in the order of the text.
+    """
+
+    rng: np.random.Generator
+    lines: list[tuple[float, str, list[int]]]
+    prompt: str
+    response: str
+    tail: list[int]
+    scored: np.ndarray
+    size: int
+
+
+class NeedleSource:
+    """Samples of ``cells``, ``per_cell`` of each: sample i is number ``i % per_cell`` of cell ``i // per_cell``.
+
+    A sample depends on the seed, task, length, depth and number only. Its document has one token more than its length,
+    as every token but the first is a label, and ends with the answer. Samples ``for_training`` are other ones.
+
+    Raises:
+        DataError: a length is too short for its task.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        per_cell: int,
+        haystack: Sequence[str],
+        tokenizer: Tokenizer,
+        seed: int,
+        for_training: bool = False,
+    ) -> None:
+        self.cells, self.per_cell, self._tokenizer = list(cells), per_cell, tokenizer
+        self._seed = (seed, int(for_training))
+        self._haystack = Haystack(haystack, tokenizer.tokenize)
+        self._before = [*tokenizer.prefix, *tokenizer.tokenize(INTRODUCTION)]
+        for cell in cells:
+            needed = max(self._draft(cell, number).size for number in range(per_cell))
+            if needed > cell.length + 1:
+                raise DataError(
+                    f"--lengths {cell.length}: is too short for {cell.task.label}, which needs {needed - 1} tokens. "
+                    f"Fix: --lengths {needed - 1} (or more)"
+                )
+
+    def __len__(self) -> int:
+        return len(self.cells) * self.per_cell
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sample, int64, in the shape of ``indices``."""
+        return np.array([cell.length for cell in self.cells], dtype=np.int64)[indices // self.per_cell]
+
+    def __getitem__(self, index: int) -> Sample:
+        import torch  # the module is used where nothing is computed
+
+        written = self.write(index)
+        tokens = torch.from_numpy(written.tokens)
+        loss_mask = torch.zeros(len(tokens) - 1)
+        loss_mask[torch.from_numpy(written.scored) - 1] = 1.0  # label i is token i + 1
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask}
+
+    def write(self, index: int) -> Written:
+        """Return a sample with its text."""
+        place, number = divmod(index, self.per_cell)
+        cell = self.cells[place]
+        draft = self._draft(cell, number)
+        room = cell.length + 1 - draft.size
+        tokens, borders, hay = self._haystack.cut(draft.rng, room)
+        parts, text, done = [self._before], [INTRODUCTION], 0
+        for share, line, ids in draft.lines:
+            border = int(np.abs(borders - share * room).argmin())
+            parts += [tokens[borders[done] : borders[border]], ids]
+            text += [*hay[done:border], line]
+            done = border
+        parts += [tokens[borders[done] :], draft.tail]
+        text += [*hay[done:], draft.prompt]
+        document = np.concatenate(parts).astype(np.int64)
+        return Written(document, draft.scored + len(document) - len(draft.tail), "".join(text), draft.response)
+
+    def _draft(self, cell: Cell, number: int) -> _Draft:
+        task, tokenize = cell.task, self._tokenizer.tokenize
+        depth = 101 if cell.depth is None else cell.depth
+        rng = np.random.default_rng((*self._seed, zlib.crc32(task.label.encode()), cell.length, depth, number))
+        needles = task.write(rng, task.count)
+        shares = [cell.depth / 100] if cell.depth is not None else sorted(rng.random(len(needles.asked)))
+        shares += list(rng.random(len(needles.others)))
+        lines = [
+            (share, line, tokenize(line)) for share, line in zip(shares, [*needles.asked, *needles.others], strict=True)
+        ]
+        lines.sort(key=lambda each: each[0])
+        tail, scored = _tail(needles, tokenize)
+        first = next(place for place, (_, is_scored) in enumerate(needles.answer) if is_scored)
+        prompt, response = (
+            "".join(text for text, _ in part) for part in (needles.answer[:first], needles.answer[first:])
+        )
+        size = len(self._before) + sum(len(ids) for _, _, ids in lines) + len(tail)
+        return _Draft(rng, lines, needles.question + prompt, response, tail, scored, size)
+
+
+def _tail(needles: Needles, tokenize: Callable[[str], list[int]]) -> tuple[list[int], np.ndarray]:
+    """Return the tokens of question and answer, and the places of the scored ones.
+
+    The text is tokenized as a whole. The tokens of a piece are those that differ without it.
+    """
+    text, spans = needles.question, []
+    for piece, is_scored in needles.answer:
+        if is_scored:
+            spans.append((text, text + piece))
+        text += piece
+    tail = tokenize(text)
+    scored: list[int] = []
+    for before, after in spans:
+        start, end, whole = _shared(tokenize(before), tail), _shared(tokenize(after), tail), len(tokenize(after))
+        scored += range(start, end + (end < whole))  # a token may reach beyond the piece
+    return tail, np.array(scored)
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two sequences share at their start."""
+    different = (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+    return next(different, min(len(first), len(second)))
