@@ -17,7 +17,7 @@ from megatron_cp.data.text.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from megatron_cp.dynamic_cp.runtime.packing import Sample
 
-INTRODUCTION = "Remember the lines that state a number or a variable.\n"
+INTRODUCTION = "Remember the codes and variables in this text.\n"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def cells_of(tasks: Sequence[Task], lengths: Sequence[int], depths: Sequence[int
 
 
 class Written(NamedTuple):
-    """A sample as tokens and as text; ``scored`` are places of answer tokens in ``tokens``."""
+    """A sample as tokens and as text; the last tokens are those of ``needles.tail``."""
 
     tokens: np.ndarray
-    scored: np.ndarray
+    needles: Needles
     prompt: str
     response: str
 
@@ -55,19 +55,18 @@ class _Draft(NamedTuple):
     """
 
     rng: np.random.Generator
+    needles: Needles
     lines: list[tuple[float, str, list[int]]]
-    prompt: str
-    response: str
     tail: list[int]
-    scored: np.ndarray
     size: int
 
 
 class NeedleSource:
     """Samples of ``cells``, ``per_cell`` of each: sample i is number ``i % per_cell`` of cell ``i // per_cell``.
 
-    A sample depends on the seed, task, length, depth and number only. Its document has one token more than its length,
-    as every token but the first is a label, and ends with the answer. Samples ``for_training`` are other ones.
+    A sample depends on the seed, task, depth, number and length only; samples of several lengths differ in the haystack
+    only. Samples ``for_training`` are other ones, with needles of their own for each length. The document of a sample
+    has one token more than its length, as every token but the first is a label, and ends with the answer.
 
     Raises:
         DataError: a length is too short for its task.
@@ -83,7 +82,7 @@ class NeedleSource:
         for_training: bool = False,
     ) -> None:
         self.cells, self.per_cell, self._tokenizer = list(cells), per_cell, tokenizer
-        self._seed = (seed, int(for_training))
+        self._seed, self._for_training = seed, for_training
         self._haystack = Haystack(haystack, tokenizer.tokenize)
         self._before = [*tokenizer.prefix, *tokenizer.tokenize(INTRODUCTION)]
         for cell in cells:
@@ -107,7 +106,7 @@ class NeedleSource:
         written = self.write(index)
         tokens = torch.from_numpy(written.tokens)
         loss_mask = torch.zeros(len(tokens) - 1)
-        loss_mask[torch.from_numpy(written.scored) - 1] = 1.0  # label i is token i + 1
+        loss_mask[_scored(written, self._tokenizer.tokenize) - 1] = 1.0  # label i is token i + 1
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask}
 
     def write(self, index: int) -> Written:
@@ -124,14 +123,15 @@ class NeedleSource:
             text += [*hay[done:border], line]
             done = border
         parts += [tokens[borders[done] :], draft.tail]
-        text += [*hay[done:], draft.prompt]
-        document = np.concatenate(parts).astype(np.int64)
-        return Written(document, draft.scored + len(document) - len(draft.tail), "".join(text), draft.response)
+        prompt, response = draft.needles.prompt_and_response
+        text += [*hay[done:], prompt]
+        return Written(np.concatenate(parts).astype(np.int64), draft.needles, "".join(text), response)
 
     def _draft(self, cell: Cell, number: int) -> _Draft:
         task, tokenize = cell.task, self._tokenizer.tokenize
         depth = 101 if cell.depth is None else cell.depth
-        rng = np.random.default_rng((*self._seed, zlib.crc32(task.label.encode()), cell.length, depth, number))
+        kind = cell.length if self._for_training else 0
+        rng = np.random.default_rng((self._seed, kind, zlib.crc32(task.label.encode()), depth, number))
         needles = task.write(rng, task.count)
         shares = [cell.depth / 100] if cell.depth is not None else sorted(rng.random(len(needles.asked)))
         shares += list(rng.random(len(needles.others)))
@@ -139,31 +139,22 @@ class NeedleSource:
             (share, line, tokenize(line)) for share, line in zip(shares, [*needles.asked, *needles.others], strict=True)
         ]
         lines.sort(key=lambda each: each[0])
-        tail, scored = _tail(needles, tokenize)
-        first = next(place for place, (_, is_scored) in enumerate(needles.answer) if is_scored)
-        prompt, response = (
-            "".join(text for text, _ in part) for part in (needles.answer[:first], needles.answer[first:])
-        )
+        tail = tokenize(needles.tail)
         size = len(self._before) + sum(len(ids) for _, _, ids in lines) + len(tail)
-        return _Draft(rng, lines, needles.question + prompt, response, tail, scored, size)
+        return _Draft(rng, needles, lines, tail, size)
 
 
-def _tail(needles: Needles, tokenize: Callable[[str], list[int]]) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of question and answer, and the places of the scored ones.
-
-    The text is tokenized as a whole. The tokens of a piece are those that differ without it.
-    """
-    text, spans = needles.question, []
-    for piece, is_scored in needles.answer:
+def _scored(written: Written, tokenize: Callable[[str], list[int]]) -> np.ndarray:
+    """Return the places of the scored tokens: of each scored piece, the tokens that differ without it."""
+    tail = tokenize(written.needles.tail)
+    text, places = written.needles.question, list[int]()
+    for piece, is_scored in written.needles.answer:
         if is_scored:
-            spans.append((text, text + piece))
+            start, after = _shared(tokenize(text), tail), tokenize(text + piece)
+            end = _shared(after, tail)
+            places += range(start, end + (end < len(after)))  # a token may reach beyond the piece
         text += piece
-    tail = tokenize(text)
-    scored: list[int] = []
-    for before, after in spans:
-        start, end, whole = _shared(tokenize(before), tail), _shared(tokenize(after), tail), len(tokenize(after))
-        scored += range(start, end + (end < whole))  # a token may reach beyond the piece
-    return tail, np.array(scored)
+    return np.array(places) + len(written.tokens) - len(tail)
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """Retrieval tasks in the manner of RULER (https://arxiv.org/abs/2404.06654): needles, a question and its answer.
 
-A needle is a line that states the number of a noun, or the value of a variable. Every answer repeats the needles' form,
-so that a teacher-forced model has the whole context of each answer token. Only numbers and names of the answer are
-scored, not the words around them.
+A needle is a line with a noun and its number, or with a variable and its value. An answer repeats the words of its
+needles, so that a teacher-forced model finds before each number what stands before it in the needle. Only the numbers
+and the variables of an answer are scored, not the words around them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ class Needles:
     others: tuple[str, ...]
     question: str
     answer: Text
+
+    @property
+    def tail(self) -> str:
+        """Question and answer, which end a sample."""
+        return self.question + "".join(text for text, _ in self.answer)
+
+    @property
+    def prompt_and_response(self) -> tuple[str, str]:
+        """The tail, divided before the first scored piece."""
+        first = next(place for place, (_, is_scored) in enumerate(self.answer) if is_scored)
+        before, after = ("".join(text for text, _ in part) for part in (self.answer[:first], self.answer[first:]))
+        return self.question + before, after
 
 
 @dataclass(frozen=True)
@@ -79,11 +91,7 @@ def find_task(typed: str) -> Task:
 
 
 def _line(noun: str, number: str) -> str:
-    return f"{_form(noun)} {number}.\n"
-
-
-def _form(noun: str) -> str:
-    return f"The number of {noun} is"
+    return f"Code {noun} {number}.\n"
 
 
 def _numbers(rng: np.random.Generator, count: int) -> list[str]:
@@ -99,17 +107,17 @@ def _one_of_many(rng: np.random.Generator, count: int) -> Needles:
     """Ask for one of ``count`` numbers."""
     nouns, numbers = _nouns(rng, count), _numbers(rng, count)
     lines = tuple(_line(*pair) for pair in zip(nouns, numbers, strict=True))
-    question = f"What is the number of {nouns[0]}? {_form(nouns[0])}"
+    question = f"Which number has the code {nouns[0]}? Code {nouns[0]}"
     return Needles(lines[:1], lines[1:], question, [(f" {numbers[0]}", True), (".", False)])
 
 
 def _many_values(rng: np.random.Generator, count: int) -> Needles:
     """Ask for all numbers of one noun, in the order of the text."""
     (noun,), numbers = _nouns(rng, 1), _numbers(rng, count)
-    question = f"What are the {count} numbers of {noun}, in the order of the text?"
+    question = f"Which {count} numbers have the code {noun}, in the order of the text?"
     answer: Text = []
     for number in numbers:
-        answer += [(f" {_form(noun)}", False), (f" {number}", True), (".", False)]
+        answer += [(f" Code {noun}", False), (f" {number}", True), (".", False)]
     return Needles(tuple(_line(noun, number) for number in numbers), (), question, answer)
 
 
@@ -117,10 +125,10 @@ def _many_questions(rng: np.random.Generator, count: int) -> Needles:
     """Ask for the numbers of several nouns, in an order of the question's own."""
     nouns, numbers = _nouns(rng, count), _numbers(rng, count)
     order = rng.permutation(count)
-    question = f"What are the numbers of {', '.join(nouns[place] for place in order)}?"
+    question = f"Which numbers have the codes {', '.join(nouns[place] for place in order)}?"
     answer: Text = []
     for place in order:
-        answer += [(f" {_form(nouns[place])}", False), (f" {numbers[place]}", True), (".", False)]
+        answer += [(f" Code {nouns[place]}", False), (f" {numbers[place]}", True), (".", False)]
     return Needles(tuple(_line(*pair) for pair in zip(nouns, numbers, strict=True)), (), question, answer)
 
 

@@ -30,7 +30,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     folder = tmp_path_factory.mktemp("tokenizers")
     numbers = (str(number) for number in range(10_000, 99_999, 7))
     letters = " ".join(string.ascii_uppercase)
-    texts = ["The number of apple is the order of the text, VAR = VAR. (What?)\n", *NOISE, letters, *numbers]
+    texts = ["Code apple in the order of the text, VAR = VAR. Which?\n", *NOISE, letters, *numbers]
     bpe = train_bpe(texts * 3, 400, folder / "bpe")
     pieces = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -49,6 +49,11 @@ def source_of(
 ) -> NeedleSource:
     cells = cells_of([find_task(task) for task in tasks], lengths, DEPTHS)
     return NeedleSource(cells, **dict(per_cell=2, haystack=NOISE, tokenizer=tokenizer, seed=3) | changed)
+
+
+def scored_of(source: NeedleSource, index: int) -> np.ndarray:
+    sample = source[index]
+    return sample["labels"][sample["loss_mask"] == 1].numpy()
 
 
 def text_of(tokens: np.ndarray) -> str:
@@ -75,10 +80,10 @@ def test_scored_tokens_are_the_answer(tokenizers: dict[str, Tokenizer], kind: st
     source = source_of(tokenizer, *TASKS)
     for index in range(len(source)):
         written = source.write(index)
-        names = "".join(tokenizer.name_of(token) for token in written.tokens[written.scored].tolist())
+        names = "".join(tokenizer.name_of(token) for token in scored_of(source, index).tolist())
         if kind == "bytes":
-            names = text_of(written.tokens[written.scored])
-        answer = written.response.replace("The number of", "").replace("VAR", "").replace(",", "")
+            names = text_of(scored_of(source, index))
+        answer = written.response.replace("VAR", "").replace(",", "")
         expected = [
             word.strip(".") for word in answer.split() if word.strip(".").isdigit() or word.strip(".").isupper()
         ]
@@ -92,7 +97,7 @@ def test_answers_stand_once_in_the_text(task: str) -> None:
         written = source.write(index)
         text = text_of(written.tokens)
         assert text.endswith(written.response)
-        lines, asked = text.split("\n")[1:-1], text_of(written.tokens[written.scored]).split()
+        lines, asked = text.split("\n")[1:-1], text_of(scored_of(source, index)).split()
         for value in asked:
             mentions = sum(f" {value}" in line for line in lines)
             # A variable is named where it gets its value and where it passes it on.
@@ -104,9 +109,9 @@ def test_the_needle_is_at_its_depth(task: str) -> None:
     source = source_of(ByteLevelTokenizer(), task, lengths=(3000,))
     for index in range(len(source)):
         text = text_of(source.write(index).tokens)
-        noun = text.rpartition("number of ")[2].split()[0]
-        place = text.index(f"The number of {noun}")
-        around = text.index("\nWhat") - text.index("\n")
+        noun = text.rpartition("Code ")[2].split()[0]
+        place = text.index(f"Code {noun}")
+        around = text.index("\nWhich") - text.index("\n")
         depth = source.cells[index // 2].depth or 0
         longest_line = 40
         assert abs(place - text.index("\n") - depth / 100 * around) < 4 * longest_line
@@ -120,7 +125,7 @@ def test_needles_that_are_all_asked_for_keep_their_order() -> None:
     source = source_of(ByteLevelTokenizer(), "multi_value", "variables")
     for index in range(len(source)):
         written = source.write(index)
-        text, asked = text_of(written.tokens), text_of(written.tokens[written.scored]).split()
+        text, asked = text_of(written.tokens), text_of(scored_of(source, index)).split()
         places = [text.index(f" {value}") for value in asked]
         assert places == sorted(places)
 
@@ -136,6 +141,8 @@ def test_a_sample_depends_on_its_own_cell_only() -> None:
         same = 5 * places[cell.task.label, cell.length, cell.depth] + index % 2
         assert (few.write(index).tokens == many.write(same).tokens).all()
         assert (few.write(index).tokens == few.write(index).tokens).all()
+    longer = source_of(tokenizer, "single", lengths=(1000,))
+    assert all(few.write(index).response == longer.write(index).response for index in range(len(few)))
     for changed in ({"seed": 4}, {"for_training": True}):
         other = source_of(tokenizer, "single", lengths=(700,), **changed)
         assert all((few.write(i).tokens != other.write(i).tokens).any() for i in range(len(few)))
