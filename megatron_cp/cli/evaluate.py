@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from megatron_cp.cli.needles import add_needles, needle_request, write
 from megatron_cp.cli.train import add_ranks, run_or_start
+from megatron_cp.common.errors import EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
 from megatron_cp.config.names import NAME
@@ -24,9 +26,16 @@ def main(argv: Sequence[str]) -> int:
     add_recipe(parser, f"a run's folder, or a recipe; the checkpoint is read from {NAME.checkpoint.load}")
     add_ranks(parser)
     add_gpus_per_node(parser)
+    add_needles(parser)
     args = parse(parser, argv)
-    if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
-        args.recipe = config
-    if not compose(parser, args, _SWITCH).validation.eval_iters:
+    if args.recipe and os.path.isfile(of_run := os.path.join(args.recipe, "config.yaml")):
+        args.recipe = of_run
+    config = compose(parser, args, _SWITCH)
+    if request := needle_request(parser, args, config.dataset.seq_length):
+        if not args.write:
+            parser.error("--needles needs a file. Fix: --write FILE.jsonl")
+        write(request, config, args.write)
+        return EXIT_OK
+    if not config.validation.eval_iters:
         parser.error(f"{NAME.validation.eval_iters}=0: no batch to measure. Fix: {NAME.validation.eval_iters}=10")
     return run_or_start("evaluate", parser, args, argv, _SWITCH)

@@ -26,7 +26,7 @@ def length_name(length: int) -> str:
 def as_text(scores: Sequence[Score]) -> str:
     """Format a table: one row a task and length, one column a depth; in percent of samples."""
     depths = _depths(scores)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="answers that are right, % of samples, by depth")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="right answers, % of samples, by depth")
     for column in ("task", "length", *(f"{depth}%" for depth in depths), "all"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for task, length in dict.fromkeys((score.task, score.length) for score in scores):
@@ -40,7 +40,7 @@ def as_text(scores: Sequence[Score]) -> str:
 
 
 def draw(scores: Sequence[Score], title: str = "") -> Figure:
-    """Draw one heat map a task: lengths to the right, depths downward, green for right answers."""
+    """Draw one heat map a task: lengths to the right, depths downward, light for right answers."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -55,15 +55,16 @@ def draw(scores: Sequence[Score], title: str = "") -> Figure:
         lengths = list(dict.fromkeys(score.length for score in grid))
         depths: list[int | None] = list(dict.fromkeys(score.depth for score in grid))
         values = np.array([[_share(grid, length, depth) for length in lengths] for depth in depths])
-        image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
         axes.set_yticks(range(len(depths)), ["spread" if depth is None else f"{depth}%" for depth in depths])
         for (y, x), value in np.ndenumerate(values):
-            axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
+            colour = "black" if value > 0.6 else "white"
+            axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour)
         axes.set_title(task, loc="left", fontsize=10)
         axes.set_ylabel("depth")
     panels[-1, 0].set_xlabel("length, tokens")
-    figure.colorbar(image, ax=panels, label="answers that are right", format="{x:.0%}", shrink=0.6)
+    figure.colorbar(image, ax=panels, label="right answers", format="{x:.0%}", shrink=0.6)
     figure.suptitle(title, fontsize=11)
     return figure
 
