@@ -33,7 +33,7 @@ from megatron_cp.config.flags import add_overrides
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.config.run_config import TokenizerConfig
-from megatron_cp.data.text.corpus import standard_library_sources
+from megatron_cp.data.text.corpus import PLAIN_TEMPLATE, dialogues_about, standard_library_sources
 from megatron_cp.data.text.preprocess import preprocess
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.launch.process import drop_lost_output, end_with_parent, handled, program, signals_to_stop_at
@@ -45,6 +45,8 @@ from megatron_cp.rules.environment import Environment
 RECIPE = "llama_tiny_pretrain_config"
 TOKENIZER = TokenizerConfig("ByteLevelTokenizer")
 RANKS = 4
+TUNING = "llama_tiny_sft_config"  # reads the quick start's dialogues and first run
+_MOST_DIALOGUES = 500
 
 # With fewer GPUs than ranks: context parallelism over all of them.
 _LAYOUTS = {
@@ -90,9 +92,18 @@ def prepare_data(folder: Path, parts: NumberedSteps, sources: Sequence[Path] | N
         else:
             stamp.unlink(missing_ok=True)
             made = preprocess(sources, prefix, TOKENIZER, progress="    tokenizing")
+            _write_dialogues(folder, sources)
             stamp.write_text(json.dumps(made_from))
             results.append(f"{_short(prefix)}.bin, .idx: {made.tokens / 1e6:.1f} million tokens")
     return prefix
+
+
+def _write_dialogues(folder: Path, sources: Sequence[Path]) -> None:
+    """Write the dialogues and the chat template of ``TUNING``."""
+    with (folder / "dialogues.jsonl").open("w", encoding="utf-8") as file:
+        for messages in dialogues_about(sources, _MOST_DIALOGUES):
+            file.write(json.dumps({"messages": messages}) + "\n")
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE, encoding="utf-8")
 
 
 def _fingerprint(sources: Sequence[Path]) -> dict[str, object]:
@@ -101,7 +112,8 @@ def _fingerprint(sources: Sequence[Path]) -> dict[str, object]:
     for path in sources:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return {"text": digest.hexdigest(), "files": len(sources), "tokenizer": TOKENIZER.tokenizer_type}
+    made = {"tokenizer": TOKENIZER.tokenizer_type, "dialogues": _MOST_DIALOGUES}
+    return {"text": digest.hexdigest(), "files": len(sources), **made}
 
 
 def _read(path: Path) -> object:
@@ -187,12 +199,24 @@ def last_screen(
             f"{program('tensorboard', 'tensorboard.main')} --logdir {shlex.quote(str(_short(save.parent)))}",
         ),
         ("Continue training from this checkpoint", f"{launch} {shlex.quote(str(_short(save / 'config.yaml')))} {more}"),
+        ("Tune the model on dialogues", f"{launch} {TUNING} {_tuning_overrides(save)}"),
         ("Use another transport: a ring", f"{program('megatron-cp')} quickstart parallel=cp4_p2p"),
         ("Tokenize your own text", f"{program('megatron-cp')} preprocess --help"),
         ("List all recipes", f"{program('megatron-cp')} recipes"),
     ):
         console.print(f"  {what}:")
         console.print(f"    {command}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def _tuning_overrides(save: Path) -> str:
+    """Return the overrides of ``TUNING`` for the data and the run of a quick start."""
+    data = save.parent / "data"
+    values = {
+        NAME.checkpoint.pretrained_checkpoint: save,
+        NAME.dataset.data_path: data / "dialogues.jsonl",
+        NAME.dataset.chat_template: data / "chat_template.jinja",
+    }
+    return shlex.join(f"{name}={_short(path)}" for name, path in values.items())
 
 
 def main(

@@ -138,7 +138,7 @@ def _kind_of_data(
     if data_path is None:
         return "mock_documents" if packed else "mock"
     paths = data_path if isinstance(data_path, list) else [data_path]
-    if any(str(path).endswith(".jsonl") for path in paths):
+    if any(str(path).endswith((".jsonl", ".parquet")) for path in paths):
         return "jsonl"
     return "documents" if packed else "indexed"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.rules import RULES
+
 ROOT = Path(__file__).parents[2]
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 HOW_TOS = {title: text for title, _, text in (section.partition("\n") for section in SECTIONS) if "```diff\n" in text}
@@ -32,6 +34,11 @@ def commands_of(title: str) -> list[str]:
 
 def test_there_are_five_how_tos() -> None:
     assert len(HOW_TOS) == 5 and all(map(commands_of, HOW_TOS))
+
+
+def test_the_rule_of_the_how_to_has_a_free_id() -> None:
+    (example,) = re.findall(r'^\+ +"([A-Z]\d+)",$', diff_of("Add a rule"), flags=re.MULTILINE)
+    assert example not in RULES
 
 
 @pytest.mark.parametrize("title", HOW_TOS)

@@ -26,14 +26,14 @@ class DatasetConfig:
     kind: Literal["indexed", "mock", "documents", "jsonl", "mock_documents"] | None = setting(
         None,
         "one length: indexed (Megatron .bin/.idx), mock; varying length, for packs: documents (.bin/.idx, one "
-        "sample each), jsonl (one sample per line), mock_documents; null: from data_path and "
-        "model.sequence_packing_scheduler",
+        "sample each), jsonl (one sample per line of .jsonl or row of .parquet), mock_documents; null: from data_path "
+        "and model.sequence_packing_scheduler",
         DATA,
     )
     seq_length: int = size(256, "tokens per sample; with packing, the longest sample", DATA, flags="-sl --seq_length")
     data_path: str | list[str | int | float] | None = setting(
         None,
-        "prefix or .jsonl file, or a list of them, or of weight, prefix, ...; weights are shares of tokens",
+        "prefix, .jsonl or .parquet file, or a list of them, or of weight, prefix, ...; weights are shares of tokens",
         DATA,
     )
     valid_data_path: str | list[str | int | float] | None = setting(
@@ -51,8 +51,12 @@ class DatasetConfig:
         0.0, "mock data: fraction of tokens without loss, unevenly over the sequence", DATA, when=MOCK
     )
     mock_num_samples: int = setting(10000, "mock data: number of samples", DATA, least=1, when=MOCK)
-    too_long: Literal["split", "refuse"] = setting(
-        "split", "documents longer than seq_length: split them, or refuse with an error", DATA, when=PACKED
+    too_long: Literal["split", "keep_start", "keep_end", "refuse"] = setting(
+        "split",
+        "documents longer than seq_length: split them, keep their first or last seq_length tokens, or refuse with an "
+        "error",
+        DATA,
+        when=PACKED,
     )
     mock_lengths: str = setting(
         "lognormal", "mock_documents: name of a distribution, or a file of lengths", DATA, when=PACKED
@@ -60,6 +64,28 @@ class DatasetConfig:
     text_key: str | None = setting("text", "jsonl: key of a text; all tokens are in the loss", DATA, when=JSONL)
     prompt_key: str | None = setting("prompt", "jsonl: key of a prompt, which is not in the loss", DATA, when=JSONL)
     response_key: str | None = setting("response", "jsonl: key of a response, which is in the loss", DATA, when=JSONL)
+    messages_key: str | None = setting(
+        "messages", "jsonl: key of a dialogue, a list of messages; conversations is read, too", DATA, when=JSONL
+    )
+    train_on: Literal["assistant", "last_assistant", "all"] = setting(
+        "assistant",
+        "jsonl: tokens in the loss, of prompts and responses or dialogues: those of the assistant, of the last answer "
+        "only, or all",
+        DATA,
+        when=JSONL,
+    )
+    chat_template: str | None = setting(
+        None, "jsonl: Jinja file with a chat template; null: the tokenizer's", DATA, when=JSONL
+    )
+    apply_chat_template: bool = setting(
+        False, "jsonl: join prompts and responses by the chat template; dialogues always use it", DATA, when=JSONL
+    )
+    bad_dialogues: Literal["refuse", "skip"] = setting(
+        "refuse",
+        "jsonl: dialogues with roles out of order, empty turns or no answer: refuse with an error, or skip",
+        DATA,
+        when=JSONL,
+    )
 
     @property
     def divides(self) -> bool:

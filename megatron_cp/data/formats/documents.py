@@ -27,7 +27,7 @@ class DocumentIndex:
     """
 
     targets: np.ndarray  # tokens to predict: all tokens of a document but the first
-    samples: np.ndarray  # of at most max_length targets each
+    samples: np.ndarray  # of at most max_length targets each; one a document if longer ones are cut
 
     def documents_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the document of each sample: int64, in the shape of ``samples``."""
@@ -47,18 +47,22 @@ class DocumentIndex:
         return document, most
 
 
-def open_documents(files: IndexedFiles, max_length: int, path_to_cache: str | None = None) -> DocumentIndex:
-    """Open the index of documents cut into samples of at most ``max_length`` targets.
+def open_documents(
+    files: IndexedFiles, max_length: int, path_to_cache: str | None = None, *, one_sample: bool = False
+) -> DocumentIndex:
+    """Open the index from samples to documents.
 
-    Builds the index if it does not exist. Its folder is in ``path_to_cache`` (by default ``cache`` beside the files);
-    the folder's name depends on the files and ``max_length``.
+    A sample has at most ``max_length`` targets; longer documents are split into several. ``one_sample``: a document is
+    one sample, however long. Builds the index if it does not exist. Its folder is in ``path_to_cache`` (by default
+    ``cache`` beside the files); the folder's name depends on the files and the length.
 
     Raises:
         DataError: the files are corrupt, or the folder cannot be written or read.
     """
-    name = cache_key(_FORMAT, str(Path(files.prefix).absolute()), files.stamp, max_length)
+    most = max(files.num_tokens, 1) if one_sample else max_length
+    name = cache_key(_FORMAT, str(Path(files.prefix).absolute()), files.stamp, most)
     folder = cache_root(path_to_cache, files.prefix) / f"documents-{name}"
-    build_cached(lambda partial: _store(files, max_length, partial), folder)
+    build_cached(lambda partial: _store(files, most, partial), folder)
     return DocumentIndex(map_array(folder / _TARGETS), map_array(folder / _SAMPLES))
 
 

@@ -18,7 +18,8 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import open_indexed
-from megatron_cp.data.formats.jsonl import map_prompt_lengths, tokenized, warn_of_plain_prompts
+from megatron_cp.data.formats.loss_spans import map_spans
+from megatron_cp.data.formats.sample_files import check_first_row, log_notes, map_rows, tokenized
 from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.order import shuffled_all
@@ -27,6 +28,7 @@ from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, 
 from megatron_cp.data.text.records import check_records
 from megatron_cp.data.text.tokenizers import Tokenizer
 from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+from megatron_cp.launch import launcher
 from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 logger = logging.getLogger(__name__)
@@ -102,9 +104,9 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
 
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
-        prompts = {path: map_prompt_lengths(prefixes[path]) for path in paths if config.kind == "jsonl"}
-        for path, lengths in prompts.items():
-            warn_of_plain_prompts(path, prefixes[path], lengths, tokenizer)
+        spans = {path: map_spans(prefixes[path]) for path in paths if config.kind == "jsonl"}
+        for path in spans:
+            log_notes(prefixes[path])
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
             if part is None:
@@ -117,7 +119,8 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                         config.seq_length,
                         config.too_long,
                         part=part.share,
-                        prompt_lengths=prompts.get(path),
+                        spans=spans.get(path),
+                        rows=map_rows(prefixes[path]) if path in spans else None,
                         vocab_size=tokenizer.vocab_size,
                         path_to_cache=config.path_to_cache,
                         name=path,
@@ -128,10 +131,19 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                 if not config.divides:
                     raise
                 raise DataError(f"the {name} part of {NAME.dataset.split}={config.split}: {error}") from error
+            _report_cut(name, sources, config)
             streams.append(Stream(sources, part.weights, seed, count))
         return streams
 
     return run_on_all_ranks(build)
+
+
+def _report_cut(part: str, sources: Sequence[DocumentDataset], config: DatasetConfig) -> None:
+    """Log what too_long cut away."""
+    documents, tokens = (sum(getattr(source, f"cut_{what}") for source in sources) for what in ("documents", "tokens"))
+    if documents and launcher.is_first_rank():
+        message = f"{NAME.dataset.too_long}=%s: cut %d documents of the %s data to %d tokens; %d tokens are left out"
+        logger.info(message, config.too_long, documents, part, config.seq_length, tokens)
 
 
 def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> dict[str, str]:
@@ -139,7 +151,8 @@ def _prepare(paths: list[str], config: DatasetConfig, tokenizer: Tokenizer) -> d
     contents = {}
     for path in paths:
         files = open_indexed(_prefix(path, config, tokenizer))
-        open_documents(files, config.seq_length, config.path_to_cache)
+        one_sample = config.too_long in ("keep_start", "keep_end")
+        open_documents(files, config.seq_length, config.path_to_cache, one_sample=one_sample)
         contents[path] = f"{files.num_boundaries - 1} documents, {files.num_tokens} tokens"
     return contents
 
@@ -167,16 +180,20 @@ def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDatase
 
 
 def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:
-    """Check the files of a run on one rank, before the rendezvous; reads headers only.
+    """Check the files of a run on one rank, before the rendezvous.
+
+    Reads headers and first rows.
 
     Raises:
         DataError: a file is missing or unusable, or has other special tokens than the run's ``tokenizer``.
     """
     if config.kind in ("indexed", "documents", "jsonl"):
         paths, is_text = paths_of(config), config.kind == "jsonl"
-        check = _readable if is_text else open_indexed
         for path in paths:
-            check(path)
+            if is_text:
+                check_first_row(path, tokenizer, config)
+            else:
+                open_indexed(path)
         check_records(() if is_text else paths, config, tokenizer, settings)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)

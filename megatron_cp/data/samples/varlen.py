@@ -1,7 +1,7 @@
 """Variable-length samples: one per document.
 
-For a document of tokens d[0..n] the sample has ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask. The mask is 1,
-or 0 for labels in a prompt. No token predicts the next document. Lengths are read from the index, not from the tokens.
+For a document of tokens d[0..n] the sample has ``tokens`` d[0..n-1], ``labels`` d[1..n] and a loss mask. The mask is 1
+for labels to learn, else 0. No token predicts the next document. Lengths are read from the index, not from the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
+from megatron_cp.data.formats.loss_spans import LossSpans
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.split import ALL_FOR_TRAINING
 
@@ -67,9 +68,11 @@ class DocumentDataset:
     Args:
         prefix: path of the two files without their endings.
         max_length: largest number of tokens of a sample.
-        too_long: ``split`` cuts longer documents into samples of at most ``max_length``; ``refuse`` raises an error.
+        too_long: what is done with longer documents. ``split`` makes samples of at most ``max_length`` of them,
+            ``keep_start`` and ``keep_end`` one sample of their first or last tokens; ``refuse`` raises an error.
         part: (begin, end) of the documents to use, as shares of the file in [0, 1].
-        prompt_lengths: tokens at the start of each document of the file without loss.
+        spans: tokens of each document in the loss; by default all.
+        rows: row of each document in the file ``name``, for messages.
         vocab_size: token ids must be below it.
         path_to_cache: folder of the document index, built if it does not exist; by default ``cache`` beside the files.
         name: name of the files in messages; by default ``prefix``.
@@ -85,10 +88,11 @@ class DocumentDataset:
         self,
         prefix: str,
         max_length: int,
-        too_long: Literal["split", "refuse"] = "split",
+        too_long: Literal["split", "keep_start", "keep_end", "refuse"] = "split",
         *,
         part: tuple[float, float] = (0.0, 1.0),
-        prompt_lengths: np.ndarray | None = None,
+        spans: LossSpans | None = None,
+        rows: np.ndarray | None = None,
         vocab_size: int | None = None,
         path_to_cache: str | None = None,
         name: str | None = None,
@@ -97,26 +101,30 @@ class DocumentDataset:
 
         files = self._files = open_indexed(prefix)
         self._path, self._vocab_size, self._max_length = name or files.prefix, vocab_size, max_length
-        self._index = open_documents(files, max_length, path_to_cache)
+        self._too_long = too_long
+        self._index = open_documents(files, max_length, path_to_cache, one_sample=self._cuts)
         self._data = IndexedDataset(files.prefix)
         total = files.num_boundaries - 1
-        if prompt_lengths is not None and len(prompt_lengths) != total:
+        if spans is not None and len(spans) != total:
             raise DataError(
-                f"{self._path}: has {total} documents but {len(prompt_lengths)} prompt lengths. Fix: delete the cache"
+                f"{self._path}: has {total} documents but {len(spans)} lists of spans. Fix: delete the cache"
             )
-        self._prompts = prompt_lengths
+        self._spans = spans
         first, last = self._part = tuple(round(share * total) for share in part)
         if too_long == "refuse":
             worst, targets = self._index.longest(first, last)
             if targets > max_length:
-                counted = " (from 0, without lines without text)" if prompt_lengths is not None else ""
+                place = f"{self._path}: document {worst}" if rows is None else f"{self._path}:{rows[worst]}: the sample"
                 raise DataError(
-                    f"{self._path}: document {worst}{counted} has {targets + 1} tokens, more than {max_length} + 1. "
-                    f"Fix: {NAME.dataset.too_long}=split, or {NAME.dataset.seq_length}={targets}"
+                    f"{place} has {targets + 1} tokens, more than {max_length} + 1. Fix: "
+                    f"{NAME.dataset.too_long}=split, or {NAME.dataset.too_long}=keep_end, or "
+                    f"{NAME.dataset.seq_length}={targets}"
                 )
         self._before = int(self._index.samples[first])
         self._num_samples = int(self._index.samples[last]) - self._before
-        self.num_tokens = int(self._index.targets[last]) - int(self._index.targets[first])  # of all samples
+        self.cut_documents, self.cut_tokens = self._count_cut() if self._cuts else (0, 0)
+        targets = int(self._index.targets[last]) - int(self._index.targets[first])
+        self.num_tokens = targets - self.cut_tokens  # of all samples
         if not len(self):
             if first == last and total:
                 raise DataError(
@@ -128,15 +136,35 @@ class DocumentDataset:
     def __len__(self) -> int:
         return self._num_samples
 
+    @property
+    def _cuts(self) -> bool:
+        return self._too_long in ("keep_start", "keep_end")
+
+    def _count_cut(self) -> tuple[int, int]:
+        """Return how many documents are cut, and the tokens cut from them."""
+        documents = tokens = 0
+        for part in chunks(*self._part):
+            over = np.diff(self._index.targets[part.start : part.stop + 1].astype(np.int64)) - self._max_length
+            documents += int((over > 0).sum())
+            tokens += int(np.maximum(over, 0).sum())
+        return documents, tokens
+
     def contents(self) -> Contents:
-        """Return the counts of one epoch; reads the prompt lengths, four bytes a document."""
-        (first, last), masked = self._part, 0
-        if self._prompts is not None:
-            for piece in chunks(first, last):
-                masked += int(np.maximum(self._prompts[piece].astype(np.int64) - 1, 0).sum())  # a text's is 0
-        ends = first_end_tokens(self._files) if self._prompts is None else ()
+        """Return the counts of one epoch; reads the spans of all documents."""
+        first, last = self._part
+        ends = first_end_tokens(self._files) if self._spans is None else ()
         tokens, of_file = tokens_between(self._files, first, last), self._files.num_boundaries - 1
-        return Contents(self._path, last - first, of_file, tokens, self.num_tokens - masked, len(self), ends)
+        return Contents(self._path, last - first, of_file, tokens, self._loss_tokens(), len(self), ends)
+
+    def _loss_tokens(self) -> int:
+        if self._spans is None:
+            return self.num_tokens
+        first, last = self._part
+        if not self._cuts:
+            return self._spans.count(first, last)
+        targets = np.diff(self._index.targets[first : last + 1].astype(np.int64))
+        begins = np.maximum(targets - self._max_length, 0) if self._too_long == "keep_end" else np.zeros_like(targets)
+        return self._spans.count(first, last, begins + 1, begins + 1 + np.minimum(targets, self._max_length))
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (document, first token within it, number of tokens) of each sample."""
@@ -148,7 +176,8 @@ class DocumentDataset:
         # Convert only the requested entries of the unsigned index: a copy of all would be too large.
         starts = (samples - self._index.samples[documents].astype(np.int64)) * self._max_length
         first, end = (self._index.targets[documents + i].astype(np.int64) for i in range(2))
-        return documents, starts, np.minimum(end - first - starts, self._max_length)
+        lengths = np.minimum(end - first - starts, self._max_length)
+        return documents, end - first - lengths if self._too_long == "keep_end" else starts, lengths
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample, int64, in the shape of ``indices``."""
@@ -163,8 +192,8 @@ class DocumentDataset:
         tokens = torch.from_numpy(text.astype(np.int64))
         smallest, largest = (int(value) for value in tokens.aminmax())
         check_ids(self._path, smallest, largest, self._vocab_size)
-        loss_mask = torch.ones(length)
-        if self._prompts is not None:
-            # Label i is token start + i + 1 of the document.
-            loss_mask[: max(0, int(self._prompts[document]) - 1 - start)] = 0.0
+        if self._spans is None:
+            loss_mask = torch.ones(length)
+        else:  # label i is token start + i + 1 of the document
+            loss_mask = torch.from_numpy(self._spans.mask(document, start + 1, length))
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_cp.common.errors import DataError, join_limited, readable
 from megatron_cp.common.input_files import decode_text, read_bytes
-from megatron_cp.data.formats.jsonl import read_lines, text_under
+from megatron_cp.data.formats.rows import read_lines, text_under
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}

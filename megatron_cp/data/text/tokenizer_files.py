@@ -13,6 +13,8 @@ from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
 from megatron_cp.config.names import NAME
 
+_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
 
 def check_regular_files(path: Path) -> None:
     """Raise DataError if the path does not exist, or has a device or a pipe."""
@@ -77,11 +79,34 @@ def _has_tokens(tokenizer: Any, text: str) -> bool:
         return False
 
 
-def has_chat_template(path: Path) -> bool:
-    """Return whether the folder of ``tokenizer.json`` has a chat template."""
+def chat_templates(path: Path) -> dict[str, str]:
+    """Return the chat templates in the folder of ``tokenizer.json``, by name.
+
+    The one that is used is ``default``; models with several have ``tool_use``, for dialogues with tools.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     folder = _folder_of(path)
-    in_a_file = os.path.exists(folder / "chat_template.jinja")
-    return in_a_file or any(values.get("chat_template") for _, values in _companions(folder))
+    found: dict[str, str] = {}
+    for file, values in _companions(folder):
+        given = values.get("chat_template")
+        named = given if isinstance(given, list) else [{"name": "default", "template": given}] if given else []
+        for each in named:
+            if not (isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("name", "template"))):
+                raise DataError(f"{file}: chat_template: must be a string. Fix: restore the file")
+            found[each["name"]] = each["template"]
+    file = folder / "chat_template.jinja"
+    if os.path.exists(file):
+        with readable(file):
+            found["default"] = decode_text(read_bytes(file), file)
+    return found
+
+
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return the special tokens in the tokenizer's configs, such as ``bos_token``."""
+    found = {key: special_token(path, key) for key in _TOKENS}
+    return {key: token for key, token in found.items() if token is not None}
 
 
 def special_token(path: Path, key: str) -> str | None:

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import DataError
@@ -20,8 +21,8 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.data.text.tokenizer_files import (
     added_by_post_processor,
+    chat_templates,
     check_regular_files,
-    has_chat_template,
     load,
     special_token,
 )
@@ -32,6 +33,24 @@ NO_TOKEN = -1  # megatron-core's value for an absent token
 
 # Tried in this order if the tokenizer's files set no eos_token.
 _COMMON_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[EOS]", "[SEP]")
+
+
+class Encoding(Protocol):
+    """Ids of a text, and each character's token; see the ``tokenizers`` library."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    def char_to_token(self, char_pos: int) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class _BytesOfText:
+    text: str
+    ids: list[int]
+
+    def char_to_token(self, char_pos: int) -> int | None:
+        return len(self.text[:char_pos].encode("utf-8"))
 
 
 class Tokenizer:
@@ -63,6 +82,14 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def encode_with_offsets(self, text: str) -> Encoding:
+        """Encode a text without BOS and end-of-document token."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens by name."""
+        raise NotImplementedError
+
 
 class ByteLevelTokenizer(Tokenizer):
     """UTF-8 bytes and one end-of-document token; needs no file."""
@@ -72,6 +99,13 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        return _BytesOfText(text, self.tokenize(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = (END_OF_DOCUMENT.encode() if token == self.eod else bytes((token,)) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -96,6 +130,9 @@ class NullTokenizer(Tokenizer):
                 )
             ids.append(int(word))
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -138,7 +175,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, added in decoder.items() if added.special)
-        self.has_chat_template = has_chat_template(self.path)
+        self.has_chat_template = bool(chat_templates(self.path))
 
     def _bos(self, ids: dict[str, int]) -> int:
         """Return the id of the ``bos_token`` in the tokenizer's files."""
@@ -159,7 +196,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.id_to_token(token) or str(token)
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_with_offsets(text).ids
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

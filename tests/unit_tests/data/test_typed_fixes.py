@@ -13,7 +13,8 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.config.run_config import DatasetConfig, RunConfig
 from megatron_cp.data.data_path import parse_blend
 from megatron_cp.data.formats.indexed import check_ids, open_indexed
-from megatron_cp.data.formats.jsonl import _sample, read_lines
+from megatron_cp.data.formats.rows import read_lines
+from megatron_cp.data.formats.sample_files import sample_of
 from megatron_cp.data.samples.split_files import files_of_splits
 from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.rules.remedies import parse_fix, with_overrides
@@ -47,7 +48,7 @@ def look_at_ids(config: RunConfig) -> None:
 
 
 def read_texts(config: RunConfig) -> None:
-    list(read_lines(Path(str(config.dataset.data_path)), lambda value: _sample(value, config.dataset)))
+    list(read_lines(Path(str(config.dataset.data_path)), lambda row: sample_of(row, config.dataset)))
 
 
 # Kind of the data, overrides, and the alternatives that can be typed unchanged.
@@ -55,7 +56,7 @@ BAD: dict[str, tuple[Callable[[RunConfig], None], dict[str, Any], list[int]]] = 
     "no path": (read_files, {"data_path": None}, [1]),
     "ends otherwise": (read_files, {"data_path": "CORPUS_text_document"}, [0]),
     "no documents": (read_documents, {"data_path": "CORPUS", "split": "98,1,1"}, [0]),
-    "too long": (read_documents, {"data_path": "CORPUS", "split": "1,1,1", "too_long": "refuse"}, [0, 1]),
+    "too long": (read_documents, {"data_path": "CORPUS", "split": "1,1,1", "too_long": "refuse"}, [0, 1, 2]),
     "ids": (look_at_ids, {}, [1]),
     "other key": (read_texts, {"data_path": "LINES"}, [0]),
     "both": (read_texts, {"data_path": "LINES", "text_key": "content"}, [0, 1]),

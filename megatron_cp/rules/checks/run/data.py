@@ -107,7 +107,7 @@ def mock_lengths_exist(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K27",
-    "JSON lines have a text, or a prompt and a response.",
+    "Rows have a text, a prompt and a response, or a dialogue.",
     "At least one key must be named, and one key cannot have two purposes.",
     broken(
         model=dict(sequence_packing_scheduler="dp_balanced"),
@@ -118,12 +118,17 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
     data = c.config.dataset
     if data.kind != "jsonl":
         return
-    keys = {"text_key": data.text_key, "prompt_key": data.prompt_key, "response_key": data.response_key}
+    keys = {
+        "text_key": data.text_key,
+        "prompt_key": data.prompt_key,
+        "response_key": data.response_key,
+        "messages_key": data.messages_key,
+    }
     if (data.prompt_key is None) != (data.response_key is None):
         missing = "response_key" if data.response_key is None else "prompt_key"
         yield Finding(f"dataset.{missing}", "prompt_key and response_key must be set together", "=NAME")
-    elif data.text_key is None and data.prompt_key is None:
-        yield Finding(NAME.dataset.text_key, "must be set: no key of a JSON line is named", "=text")
+    elif data.text_key is None and data.prompt_key is None and data.messages_key is None:
+        yield Finding(NAME.dataset.text_key, "must be set: no key of a row is named", "=text")
     named = [key for key in keys.values() if key is not None]
     for name, key in keys.items():
         if key is not None and named.count(key) > 1:

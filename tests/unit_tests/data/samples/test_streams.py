@@ -157,7 +157,7 @@ def test_json_lines_are_tokenized_once_for_each_change_of_file_keys_and_tokenize
     packed.dataset.path_to_cache = str(tmp_path / "elsewhere")
 
     def folders() -> set[Path]:
-        return set((tmp_path / "elsewhere").glob("jsonl-*"))
+        return set((tmp_path / "elsewhere").glob("samples-*"))
 
     values = [{"text": f"sample {i}", "other": f"another {i}"} for i in range(5)]
     path = lines(*values)
@@ -222,9 +222,9 @@ def test_lengths_of_a_stream_need_no_reads() -> None:
 BAD_LINES = [
     ('{"text": "a"', r":2: not valid JSON"),
     ("[1]", r":2: must be a JSON object, found list"),
-    ('{"txt": "a"}', r":2: has no 'text', or 'prompt' and 'response'; its keys are \['txt'\]"),
+    ('{"txt": "a"}', r":2: has no 'text', or 'prompt' and 'response', or 'messages'; its keys are \['txt'\]"),
     ('{"prompt": "a"}', r":2: has no 'text', or 'prompt' and 'response'"),
-    ('{"text": "a", "prompt": "b", "response": "c"}', r":2: has both 'text', or"),
+    ('{"text": "a", "prompt": "b", "response": "c"}', r":2: has more than one of 'text', or"),
     ('{"text": 3}', r":2: the value of 'text' is int, not text"),
     ('{"prompt": "a", "response": null}', r":2: the value of 'response' is NoneType, not text"),
     ('{"prompt": "a", "response": "\\ud800"}', r":2: the value of 'response' has half a surrogate pair"),
@@ -261,7 +261,7 @@ def test_a_document_too_long_is_refused_by_choice(packed: RunConfig, corpus: Cal
     with pytest.raises(DataError, match=r"document \d+ has \d+ tokens, more than 50 \+ 1. Fix: dataset.too_long=split"):
         stream(packed, corpus(), 5)
     packed.dataset.kind = None
-    with pytest.raises(DataError, match=r"data.jsonl: document 1 \(from 0, without lines without text"):
+    with pytest.raises(DataError, match=r"data.jsonl:3: the sample has 61 tokens"):
         stream(packed, lines({"text": "short"}, {"text": ""}, {"text": "x" * 60}), 5)
 
 

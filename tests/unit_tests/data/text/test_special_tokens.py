@@ -132,8 +132,8 @@ def test_plain_prompts_of_an_instruct_model_warn(
         caplog.clear()
         packed_samples(config, [{"text": WORDS}, pair], tmp_path, tokenizer)
         (reported,) = caplog.messages
-        assert "data.jsonl: prompts do not use the tokenizer's chat template" in reported
-        assert "apply_chat_template([{'role': 'user', 'content': PROMPT}], tokenize=False, add_gen" in reported
+        assert "data.jsonl: prompts and responses are joined with nothing between them, without the" in reported
+        assert "Fix: dataset.apply_chat_template=true." in reported
     caplog.clear()
     from transformers import AutoTokenizer
 
