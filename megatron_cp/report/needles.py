@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -50,7 +50,7 @@ def draw(scores: Sequence[Score], title: str = "") -> Figure:
     widest = max(len({score.length for score in grid}) for grid in grids.values())
     figure = Figure(figsize=(3.2 + 0.9 * widest, 1.0 + sum(0.8 + 0.36 * count for count in rows)), layout="constrained")
     panels = figure.subplots(len(tasks), 1, squeeze=False, height_ratios=[1 + count for count in rows])
-    image = None
+    image: Any = None
     for axes, (task, grid) in zip(panels[:, 0], grids.items(), strict=True):
         lengths = list(dict.fromkeys(score.length for score in grid))
         depths: list[int | None] = list(dict.fromkeys(score.depth for score in grid))

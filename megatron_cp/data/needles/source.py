@@ -116,7 +116,8 @@ class NeedleSource:
         draft = self._draft(cell, number)
         room = cell.length + 1 - draft.size
         tokens, borders, hay = self._haystack.cut(draft.rng, room)
-        parts, text, done = [self._before], [INTRODUCTION], 0
+        parts: list[Sequence[int] | np.ndarray] = [self._before]
+        text, done = [INTRODUCTION], 0
         for share, line, ids in draft.lines:
             border = int(np.abs(borders - share * room).argmin())
             parts += [tokens[borders[done] : borders[border]], ids]
