@@ -254,7 +254,7 @@ def main(
         )
         parts = NumberedSteps(console, total=3)
         prepare_data(data, parts, sources)
-        with parts.part("training", f"{config.train.train_iters} iterations; Ctrl-C saves and stops"):
+        with parts.part("training", f"{config.train.iterations} iterations; Ctrl-C saves and stops"):
             console.print("    starting the processes", style="dim")
             code = _train(overrides, ranks)
     except (ConfigError, DataError, FileNotFoundError) as error:
@@ -266,7 +266,7 @@ def main(
     save = Path(config.checkpoint.save or "")
     if code == 0:
         vocab_size = build_tokenizer(config.tokenizer).vocab_size
-        last_screen(console, parts, save, str(config.dataset.data_path), vocab_size, config.train.train_iters, ranks)
+        last_screen(console, parts, save, str(config.dataset.data_path), vocab_size, config.train.iterations, ranks)
     elif code > 128:
         say(f"quickstart: stopped; the run folder is {_short(save)}", file=sys.stderr)
     else:

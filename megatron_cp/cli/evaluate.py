@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from megatron_cp.cli.needles import add_needles, needle_request, write
 from megatron_cp.cli.train import add_ranks, run_or_start
 from megatron_cp.common.errors import EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser
-from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, parse
+from megatron_cp.config.flags import accept_run_folder, add_gpus_per_node, add_recipe, compose, parse
 from megatron_cp.config.names import NAME
 
 _SWITCH = f"{NAME.train.skip_train}=true"
@@ -28,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
     add_gpus_per_node(parser)
     add_needles(parser)
     args = parse(parser, argv)
-    if args.recipe and os.path.isfile(of_run := os.path.join(args.recipe, "config.yaml")):
-        args.recipe = of_run
+    accept_run_folder(args)
     config = compose(parser, args, _SWITCH)
     if request := needle_request(parser, args, config.dataset.seq_length):
         if not args.write:

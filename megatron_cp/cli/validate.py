@@ -62,7 +62,7 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
-    data = planned_line(config.dataset, config.train.train_iters * config.train.global_batch_size)
+    data = planned_line(config.dataset, config.train)
     on_gpus = environment.device == "gpu"  # CPU ranks share the memory of their machine
     memory = memory_line(Case(config, world_size, args.gpus_per_node, environment)) if on_gpus else None
     say(f"# {config.recipe} on {world_size} ranks\n{data}", *filter(None, [choice, memory]), sep="\n")

@@ -75,6 +75,9 @@ class ConfigError(ValueError, AssertionError):
         self.violations: list[Violation] = list(problems)
         super().__init__(format_violations(self.violations))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Violation]]]:
+        return type(self), (self.violations,)  # for another process; the text would get a second prefix
+
 
 class RuntimeFault(RuntimeError):
     """Run that cannot continue; the message names the rank, the step and the fix.

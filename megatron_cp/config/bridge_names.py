@@ -137,8 +137,6 @@ def settle(settings: dict[str, Any]) -> list[Violation]:
             value = settings.pop(section)
             if not isinstance(value, dict) and not whole.accepts(value):
                 problems.append(Violation("K1", "error", section, whole.message, whole.fix, value))
-    if settings["train"].get("train_iters", 0) is None and settings["train"].get("train_samples") is not None:
-        del settings["train"]["train_iters"]  # a length in samples replaces the recipe's iterations
     return problems + _settle_optimizer(settings) + _settle_attention(settings)
 
 

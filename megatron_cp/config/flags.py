@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         args.recipe = next((word for word in args.overrides if "=" not in word and not word.startswith("~")), None)
         args.overrides = [word for word in args.overrides if word is not args.recipe]
     return args
+
+
+def accept_run_folder(args: argparse.Namespace) -> None:
+    """Replace the folder of a run as ``args.recipe`` by the configuration in it."""
+    if args.recipe and os.path.isfile(config := os.path.join(args.recipe, "config.yaml")):
+        args.recipe = config
 
 
 def compose(parser: argparse.ArgumentParser, args: argparse.Namespace, *further: str) -> RunConfig:

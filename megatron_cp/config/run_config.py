@@ -9,7 +9,7 @@ checking takes milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -106,8 +106,25 @@ class RunConfig:
             value = getattr(value, name, None)
         return value
 
+    def with_iterations(self, iterations: int) -> RunConfig:
+        """Return this run with its length in epochs counted.
+
+        The decay of the learning rate gets the same length, if it has none.
+        """
+        decay = self.scheduler.lr_decay_iters
+        return replace(
+            self,
+            train=replace(self.train, train_iters=iterations, train_epochs=None),
+            scheduler=replace(self.scheduler, lr_decay_iters=iterations if decay is None else decay),
+        )
+
     def _count_in_iterations(self) -> None:
-        """Convert lengths in samples to iterations; rule K56 reports those given in both."""
+        """Convert lengths in samples to iterations; rule K56 reports those given in both.
+
+        A length in epochs is known once the data are open: until then there is none in iterations.
+        """
+        if self.train.train_epochs is not None and self.train.train_iters == TrainConfig().train_iters:
+            self.train.train_iters = None
         batch = self.train.global_batch_size
         section: TrainConfig | SchedulerConfig
         for section, names in ((self.train, TRAINING_LENGTHS), (self.scheduler, SCHEDULE_LENGTHS)):
@@ -115,7 +132,7 @@ class RunConfig:
             for name in names if batch >= 1 else ():
                 iterations, samples = f"{name}_iters", f"{name}_samples"
                 unset, given = getattr(defaults, samples), getattr(section, samples)
-                if given != unset and getattr(section, iterations) == getattr(defaults, iterations):
+                if given != unset and getattr(section, iterations) in (None, getattr(defaults, iterations)):
                     setattr(section, iterations, given // batch)
                     setattr(section, samples, unset)
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,17 @@ class CheckpointInfo:
     """Configuration, embedding rows (with padding) and dtype of a checkpoint."""
 
     folder: Path
+    iteration: int
     config: RunConfig
     vocabulary_rows: int
     dtype: str
 
 
-def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
+def find_checkpoint(root: Path, iteration: int | None, typed: str = "--megatron-path") -> CheckpointInfo:
     """Find a run's checkpoint, by default the latest.
+
+    Args:
+        typed: what users write before the run's folder; begins messages.
 
     Raises:
         ConfigError: the checkpoint does not exist, or another program or a newer version wrote it.
@@ -127,11 +132,11 @@ def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
     folder = None if iteration is None else existing_folder(root, iteration)
     if folder is None:
         others = saved_iterations(root)
-        fix = suggest_folder(root, _options) or "--megatron-path FOLDER (of a run)"
+        fix = suggest_folder(root, partial(_options, typed)) or f"{typed} FOLDER (of a run)"
         if others:
             fix = f"--iteration {others[-1]} (of {others})"
         which = "" if iteration is None else f" {iteration}"
-        raise ConfigError(f"--megatron-path {root}: has no checkpoint{which}. Fix: {fix}")
+        raise ConfigError(f"{typed} {root}: has no checkpoint{which}. Fix: {fix}")
     assert iteration is not None
     common = verified_common(folder, iteration, True, lambda _, other: f"--iteration {other}")
     embedding = stored_tensors(folder).get(_EMBEDDING)
@@ -145,12 +150,13 @@ def find_checkpoint(root: Path, iteration: int | None) -> CheckpointInfo:
             f"checkpoint {folder}: has no {_EMBEDDING}, so it is damaged or another program wrote it. "
             "Fix: --iteration N (another one)"
         )
-    return CheckpointInfo(folder, config, embedding.size[0], str(embedding.properties.dtype).removeprefix("torch."))
+    dtype = str(embedding.properties.dtype).removeprefix("torch.")
+    return CheckpointInfo(folder, iteration, config, embedding.size[0], dtype)
 
 
-def _options(run: Path, iteration: int | None) -> str:
+def _options(typed: str, run: Path, iteration: int | None) -> str:
     """Return the options for a run's checkpoint, by default the latest."""
-    return f"--megatron-path {shlex.quote(str(run))}" + ("" if iteration is None else f" --iteration {iteration}")
+    return f"{typed} {shlex.quote(str(run))}" + ("" if iteration is None else f" --iteration {iteration}")
 
 
 def check_finite(parameters: Mapping[str, torch.Tensor], before: str, after: str) -> None:

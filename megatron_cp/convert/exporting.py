@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_cp.common.errors import DataError
+from megatron_cp.common.errors import ConfigError, DataError
 from megatron_cp.common.interpolation import substitute_environment
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
-from megatron_cp.convert.checkpoint import WholeModel, check_finite, find_checkpoint, single_rank_config, whole_model
+from megatron_cp.convert.checkpoint import (
+    CheckpointInfo,
+    WholeModel,
+    check_finite,
+    find_checkpoint,
+    single_rank_config,
+    whole_model,
+)
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
+from megatron_cp.convert.origin import RunExport, folder_of_export, size_of, write_origin
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import hf_from_model
 from megatron_cp.models.families.common.weights import WeightNames
 from megatron_cp.models.hybrid_pattern import layers_of
-from megatron_cp.training.checkpoint.files import LATEST, newer_than_latest
+from megatron_cp.training.checkpoint.files import LATEST, discard, newer_than_latest
 
 
 def export_model(root: Path, target: Path, iteration: int | None = None, dtype: str | None = None) -> str:
@@ -35,7 +45,34 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
     """
     target = target.resolve()
     check_absent(target, "--hf-path")
-    found = find_checkpoint(root, iteration)
+    report = _export(find_checkpoint(root, iteration), target, dtype)
+    return "\n".join([*report, *_newer(root, iteration)])
+
+
+def export_into_run(root: Path, iteration: int | None, typed: str) -> RunExport:
+    """Export a checkpoint into the run's folder, in place of an older export of it.
+
+    Args and raises: as :func:`megatron_cp.convert.run_exports.export_of_run`.
+    """
+    found = find_checkpoint(root, iteration, typed)
+    target = folder_of_export(root, found.iteration)
+    if not os.access(root, os.W_OK | os.X_OK):
+        run, number = shlex.quote(str(root)), found.iteration
+        raise ConfigError(
+            f"{typed} {root}: the export goes into this folder, which cannot be written. Fix: megatron-cp convert "
+            f"export --megatron-path {run} --iteration {number} --hf-path FOLDER && {typed} FOLDER"
+        )
+    try:
+        build_tokenizer(_without_variables(found.config.tokenizer))
+    except DataError as error:
+        raise DataError(f"{typed} {root}: {error} Relative paths begin where the run was started.") from error
+    discard(target)
+    report = [*_export(found, target, None), *_newer(root, iteration)]
+    return RunExport(target, "\n".join(report))
+
+
+def _export(found: CheckpointInfo, target: Path, dtype: str | None) -> list[str]:
+    """Write a checkpoint to ``target``, which must not exist; return report lines."""
     trained, rows = found.config, found.vocabulary_rows
     family, values = hf_from_model(trained.model, rows)
     dtype = dtype or found.dtype
@@ -47,27 +84,31 @@ def export_model(root: Path, target: Path, iteration: int | None = None, dtype: 
         whole.load(found.folder)
         tensors = _published(whole, family.weights)
     check_finite(tensors, found.dtype, dtype)
-    tokenizer, ids, without = _tokenizer(trained.tokenizer)
+    tokenizer, ids, without = _tokenizer(_without_variables(trained.tokenizer))
     values |= {"torch_dtype": dtype, "use_cache": True} | ids
     with new_folder(target) as partial:
         write_model(partial, values, tensors)
         if tokenizer is not None:
             copy_companions(tokenizer, partial)
+        write_origin(partial, found.folder, trained.tokenizer)
     parameters = sum(tensor.numel() for tensor in tensors.values())
+    size = size_of(target)
     lines = [
-        f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}): {target}"
+        f"exported {parameters / 1e6:.1f}M parameters of {found.folder} ({family.architecture}, {dtype}, {size}): "
+        f"{target}"
     ]
     lines += describe_positions(trained.model, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
         lines.append("multi-token prediction layers: not converted")
+    return [*lines, *([f"no tokenizer exported: {without}"] if without else [])]
+
+
+def _newer(root: Path, iteration: int | None) -> list[str]:
+    """Return a report line if the latest-iteration file names an older checkpoint."""
     newer = newer_than_latest(root) if iteration is None else None
-    if newer is not None:
-        lines.append(
-            f"{root / LATEST}: names this checkpoint, but iteration {newer} is newer. Fix: --iteration {newer}"
-        )
-    if without:
-        lines.append(f"no tokenizer exported: {without}")
-    return "\n".join(lines)
+    if newer is None:
+        return []
+    return [f"{root / LATEST}: names this checkpoint, but iteration {newer} is newer. Fix: --iteration {newer}"]
 
 
 def describe_positions(model: ModelConfig, declared: int) -> list[str]:
@@ -116,11 +157,16 @@ def _published(whole: WholeModel, names: WeightNames) -> dict[str, torch.Tensor]
     return tensors | {published: torch.stack(of_experts[published]) for published in of_experts}
 
 
+def _without_variables(settings: TokenizerConfig) -> TokenizerConfig:
+    """Replace environment variables in the tokenizer's path by their values."""
+    if not settings.tokenizer_model:
+        return settings
+    return replace(settings, tokenizer_model=substitute_environment(settings.tokenizer_model))
+
+
 def _tokenizer(settings: TokenizerConfig) -> tuple[Path | None, dict[str, Any], str]:
     """Return (folder of the run's tokenizer, special token ids, reason if no folder)."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
-    if settings.tokenizer_model:
-        settings = replace(settings, tokenizer_model=substitute_environment(settings.tokenizer_model))
     if settings.tokenizer_type == "NullTokenizer":
         return None, ids, "the run used a NullTokenizer"
     try:

@@ -59,9 +59,10 @@ class BatchIterator:
         If the main thread starts them, the exit of a worker raises an error there at once; otherwise at the next read.
         """
         if self._microbatches is None:
+            size = len(self._dataset)  # type: ignore[arg-type]
             loader = DataLoader(
                 self._dataset,
-                batch_sampler=_microbatches(self.consumed_samples, len(self._dataset), *self._sizes),  # type: ignore[arg-type]
+                batch_sampler=samples_of_microbatches(self.consumed_samples, size, *self._sizes),
                 collate_fn=_stack,
                 # By default a loader draws worker seeds from the generator that dropout uses.
                 generator=torch.Generator(),
@@ -83,7 +84,9 @@ class BatchIterator:
         self._microbatches = None
 
 
-def _microbatches(start: int, stop: int, micro: int, global_batch: int, rank: int, size: int) -> Iterator[list[int]]:
+def samples_of_microbatches(
+    start: int, stop: int, micro: int, global_batch: int, rank: int, size: int
+) -> Iterator[list[int]]:
     """Yield the sample indices of each microbatch of one rank.
 
     They run from ``start`` to the last whole global batch before ``stop``. This is no method: a method would keep a

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig, TrainConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
 from megatron_cp.data.samples.split_files import paths_of
 
@@ -69,16 +69,19 @@ def log_data(
         logger.warning(line)
 
 
-def planned_line(data: DatasetConfig, train_samples: int) -> str:
+def planned_line(data: DatasetConfig, train: TrainConfig) -> str:
     """Return the ``data:`` line of a dry run; opens no file."""
     if _is_mock(data):
         return f"data: {_mock_name(data)} | {_REAL_DATA}"
-    samples = _number(train_samples)
+    if train.train_iters is None:
+        taken = f"{_epochs(_short(train.train_epochs or 0))}: {NAME.train.train_iters} from the data"
+    else:
+        taken = f"{_number(train.train_iters * train.global_batch_size)} training samples"
     try:
         files = _files(paths_of(data), LINE // 2)
     except ValueError:  # a rule reports the reason
         return f"data: {NAME.dataset.data_path} names no files | {NAME.dataset.kind}={data.kind}"
-    return f"data: {files} ({data.kind}) | {samples} training samples | not opened (dry run)"
+    return f"data: {files} ({data.kind}) | {taken} | not opened (dry run)"
 
 
 def _data_line(data: DatasetConfig, datasets: Datasets, uses: Sequence[_Use], evaluates: bool) -> str:

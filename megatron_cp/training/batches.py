@@ -179,4 +179,4 @@ def _without_traceback(message: str) -> str:
 def steps_to_come(run: Run, training: bool) -> int:
     """Return how many steps to prefetch in training or one evaluation."""
     config = run.config
-    return config.train.train_iters - run.progress.iteration if training else config.validation.eval_iters
+    return config.train.iterations - run.progress.iteration if training else config.validation.eval_iters

@@ -87,7 +87,7 @@ def train(
         if data_state is not None:
             steps.load_state_dict(data_state)
         run.phases.forget()  # setup time belongs to no step
-        while progress.iteration < config.train.train_iters:
+        while progress.iteration < config.train.iterations:
             with profiler.step(progress.iteration):
                 began = time.perf_counter()
                 with run.phases("data"):
@@ -130,7 +130,7 @@ def train(
         if progress.iteration != saved_at:
             _save(run, saver, steps, reporter)
         _report(run, saver.finish(), reporter)
-        if not exit_code and progress.iteration == config.train.train_iters:
+        if not exit_code and progress.iteration == config.train.iterations:
             exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != progress.iteration)
     return TrainResult(exit_code, progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
 
@@ -161,6 +161,7 @@ def _advance(run: Run, step: Step, result: StepResult) -> None:
     run.progress.iteration += 1
     run.progress.consumed_samples += len(step.lengths)
     run.progress.consumed_tokens += step.tokens
+    run.progress.consumed_loss_tokens += result.tokens
     run.progress.skipped_iterations += int(result.skipped)
 
 
@@ -181,6 +182,8 @@ def _metrics(
         iteration=run.progress.iteration,
         consumed_samples=run.progress.consumed_samples,
         consumed_tokens=run.progress.consumed_tokens,
+        consumed_loss_tokens=run.progress.consumed_loss_tokens,
+        loss_tokens=result.tokens,
         lm_loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=scheduled.learning_rate,

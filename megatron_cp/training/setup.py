@@ -44,6 +44,7 @@ class TrainProgress:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0  # all tokens of the samples, including masked ones
+    consumed_loss_tokens: int = 0  # checkpoints of earlier versions have none
     skipped_iterations: int = 0
 
 

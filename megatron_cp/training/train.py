@@ -23,6 +23,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import settings_of
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
+from megatron_cp.data.samples.epochs import iterations_of_epochs
 from megatron_cp.data.samples.split_files import has_test_part
 from megatron_cp.data.samples.streams import check_files
 from megatron_cp.data.summary import TokensUsed, log_data
@@ -33,7 +34,7 @@ from megatron_cp.mcore.packages import check_mamba_ssm
 from megatron_cp.parallel.collectives import run_on_all_ranks, sum_over_ranks
 from megatron_cp.parallel.device import start_distributed, stop_distributed
 from megatron_cp.planner.scheduling import schedule_fields
-from megatron_cp.rules import checked
+from megatron_cp.rules import check_or_raise, checked
 from megatron_cp.training.checkpoint.files import LATEST, latest_iteration, newer_than_latest
 from megatron_cp.training.checkpoint.resume import ResumePoint, find_resume_point, resume_fix
 from megatron_cp.training.checkpoint.run_lock import lock_run_folder
@@ -72,7 +73,8 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
     check_files(config.dataset, tokenizer, config.tokenizer)
     if "M" in config.model.layer_letters:
         check_mamba_ssm()
-    find_resume_point(config)
+    if config.train.train_iters is not None:
+        find_resume_point(config)
     check_save_folder(config.checkpoint.save)
     start_distributed(config.dist)
     health, alone = HealthMonitor(timeout=60 * config.dist.distributed_timeout_minutes), False
@@ -83,6 +85,13 @@ def run_training(config: RunConfig, before: Callable[[RunConfig], None] | None =
             if config.checkpoint.save and not config.train.skip_train:
                 seconds = config.dist.distributed_timeout_minutes * 60
                 stack.enter_context(lock_run_folder(Path(config.checkpoint.save), seconds))
+            if config.train.train_epochs is not None:
+                known = check_or_raise(config, world_size)
+                config = config.with_iterations(iterations_of_epochs(config.train, config.dataset, tokenizer))
+                # Again, now of the schedule too, which an evaluation does not use.
+                for violation in () if config.train.skip_train else check_or_raise(config, world_size):
+                    if violation not in known:
+                        logger.warning("%s", violation)
             if before is not None:
                 health.doing = lambda: "verification of the layout"
                 before(config)
@@ -163,7 +172,7 @@ def _run(
             message = "%s/%s names iteration %d, but iteration %d is newer. To use it: %s"
             logger.warning(message, start.root, LATEST, start.iteration, newer, way)
     begun_at = ready.progress.iteration
-    trains = not measured and ready.progress.iteration < config.train.train_iters
+    trains = not measured and ready.progress.iteration < config.train.iterations
     if trains:  # otherwise config.yaml keeps the settings of the trained iterations
         _write_config(config, folder)
     _log_model(ready, vocab_size)
@@ -179,7 +188,7 @@ def _run(
         unlike = differences_from_run(held_out, folder, Path(start.root))
     reporter = Reporter(
         config.logger,
-        config.train.train_iters,
+        config.train.iterations,
         folder,
         ready.progress.iteration,
         writes=dist.get_rank() == 0,
@@ -208,8 +217,8 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None
     iteration = consumed = 0
     if start is not None and not start.finetune:
         iteration, consumed = start.iteration, start.consumed_samples
-    last = consumed + max(0, train.train_iters - iteration) * train.global_batch_size  # the batch size may have changed
-    train_samples = 0 if train.skip_train else max(last, train.train_iters * train.global_batch_size)
+    last = consumed + max(0, train.iterations - iteration) * train.global_batch_size  # the batch size may have changed
+    train_samples = 0 if train.skip_train else max(last, train.iterations * train.global_batch_size)
     datasets = build_datasets(config.dataset, tokenizer, train_samples, eval_samples, test_samples)
 
     def report() -> None:
@@ -226,7 +235,7 @@ def _write_config(config: RunConfig, folder: Path) -> None:
         settings = settings_of(config)
         # Record the warmup in use, so that a longer run from this file keeps the same schedule.
         if config.scheduler.lr_warmup_fraction is None:
-            settings["scheduler"]["lr_warmup_iters"] = config.scheduler.warmup_iters(config.train.train_iters)
+            settings["scheduler"]["lr_warmup_iters"] = config.scheduler.warmup_iters(config.train.iterations)
         with writing_into(folder):
             write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
 
@@ -272,7 +281,7 @@ def _log_result(ready: Run, folder: Path, outcome: TrainResult, begun_at: int) -
     logger.info(
         "iteration %d of %d: lm loss %.4f (iteration %d) -> %.4f; run folder %s",
         ready.progress.iteration,
-        ready.config.train.train_iters,
+        ready.config.train.iterations,
         outcome.first_loss,
         begun_at + 1,
         outcome.last_loss,

@@ -62,7 +62,7 @@ def measure(
         scheduler: schedules packs; the configured one by default.
     """
     tokenizer = build_tokenizer(config.tokenizer)
-    train_iters = config.train.train_iters
+    train_iters = config.train.iterations
     dataset = build_datasets(config.dataset, tokenizer, train_iters * config.train.global_batch_size).train
     assert dataset is not None
     run = setup(config, tokenizer.vocab_size, groups)

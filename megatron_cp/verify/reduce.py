@@ -73,7 +73,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
             model.recompute_num_layers = min(model.recompute_num_layers, layers)
         if model.sequence_packing_scheduler is not None and len(configs) > 1:
             model.moe_aux_loss_coeff = 0.0  # depends on which samples share a pack; layouts pack differently
-        config.train.global_batch_size, config.train.train_iters = batch, steps
+        config.train.global_batch_size, config.train.train_iters, config.train.train_epochs = batch, steps, None
         config.train.skip_train = False
         config.optimizer.adam_eps = max(config.optimizer.adam_eps, ADAM_EPS)
         config.optimizer.lr, config.optimizer.min_lr = LEARNING_RATE, LEARNING_RATE / 10

@@ -12,7 +12,15 @@ EVALUATES = counted("validation.eval_iters", 10)
 
 @dataclass
 class TrainConfig:
-    train_iters: int = size(100, "optimizer steps of the run", SCHEDULE, flags="-ms --max_steps")
+    train_iters: int | None = size(
+        100,
+        "optimizer steps of the run; null: given as train_epochs or train_samples",
+        SCHEDULE,
+        flags="-ms --max_steps",
+    )
+    train_epochs: float | None = positive(
+        None, "length in passes over the training data, instead of train_iters; rounded up to whole global batches"
+    )
     train_samples: int | None = setting(None, "length in samples, in whole global batches, instead of train_iters")
     skip_train: bool = setting(False, "only evaluate; train nothing")
     global_batch_size: int = size(
@@ -35,6 +43,12 @@ class TrainConfig:
     manual_gc_interval: int = setting(
         0, "with manual_gc: steps between collections; 0: never", least=0, when=equals("train.manual_gc", True)
     )
+
+    @property
+    def iterations(self) -> int:
+        """The length of a run; one in epochs has it once its data are open."""
+        assert self.train_iters is not None
+        return self.train_iters
 
 
 @dataclass

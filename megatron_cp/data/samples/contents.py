@@ -1,10 +1,10 @@
-"""Counts of documents, tokens and samples of a data source, read from its index."""
+"""Counts of a data source's documents, tokens and samples, and origins of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,17 @@ class Contents:
     ends: tuple[int, ...] = ()
 
 
+class Origin(NamedTuple):
+    """Place of a sample in its file.
+
+    documents: numbers in the file ``name``, from 0. start: place of the sample's first token in the first document.
+    """
+
+    name: str
+    documents: tuple[int, ...]
+    start: int
+
+
 class HasSources(Protocol):
     """Data set that reports its sources."""
 
@@ -38,3 +49,6 @@ class HasSources(Protocol):
 
     def taken(self, count: int) -> Sequence[float]:
         """Return how many of the first ``count`` samples come from each source."""
+
+    def origin(self, index: int) -> Origin:
+        """Return the place of a sample in its file."""

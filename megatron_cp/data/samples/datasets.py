@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
@@ -31,7 +32,7 @@ from megatron_cp.data.formats.indexed import (
     open_indexed,
     tokens_before,
 )
-from megatron_cp.data.samples.contents import Contents
+from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.samples.mock import MockDataset
 from megatron_cp.data.samples.order import shuffled
 from megatron_cp.data.samples.split_files import SplitFiles, files_of_splits
@@ -122,12 +123,24 @@ class TokenDataset(GPTDataset):
         ends = first_end_tokens(files)
         return Contents(self.dataset_path, int(last - first), len(boundaries) - 1, tokens, counted, samples, ends)
 
+    def origin(self, index: int) -> Origin:
+        """Return the documents of a sample, and its first token in the first one."""
+        place = self.shuffle_index[self._shuffled(index)]
+        (first, start), (last, _) = self.sample_index[place : place + 2].tolist()
+        sequences = self.document_index[first : last + 1]
+        boundaries = self.dataset.document_indices  # a document may have several sequences
+        documents = (boundaries.searchsorted(sequences, side="right") - 1).tolist()
+        begins = tokens_before(open_indexed(self.dataset_path), np.array([boundaries[documents[0]], sequences[0]]))
+        return Origin(self.dataset_path, tuple(dict.fromkeys(documents)), start + int(np.diff(begins)[0]))
+
+    def _shuffled(self, index: int) -> int:
+        """Return a sample's index in the first epoch, which upstream has shuffled."""
+        count = super().__len__()
+        turn, position = divmod(int(index), count)
+        return shuffled(position, count, self.config.random_seed, turn) if turn else position
+
     def __getitem__(self, idx: int | None) -> Sample:
-        if idx is not None:  # upstream has already shuffled the first epoch
-            count = super().__len__()
-            turn, position = divmod(int(idx), count)
-            idx = shuffled(position, count, self.config.random_seed, turn) if turn else position
-        sample = super().__getitem__(idx)
+        sample = super().__getitem__(None if idx is None else self._shuffled(idx))
         smallest, largest = (int(value) for value in sample["labels"].aminmax())
         check_ids(self.dataset_path, smallest, largest, self.config.tokenizer.vocab_size)
         return sample
@@ -153,6 +166,14 @@ class _Samples(Dataset):
     def taken(self, count: int) -> Sequence[float]:
         """Return how many of the first ``count`` samples come from each source."""
         return [count * weight for weight in getattr(self._dataset, "weights", [1.0])]
+
+    def origin(self, index: int) -> Origin:
+        """Return the place of a sample in its file."""
+        dataset: Any = self._dataset
+        if isinstance(dataset, BlendedDataset):
+            number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
+            dataset = dataset.datasets[number]
+        return dataset.origin(index)
 
 
 def _build_indexed(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Dataset | None]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_cp.config.run_config import DatasetConfig
-from megatron_cp.data.samples.contents import Contents
+from megatron_cp.data.samples.contents import Contents, Origin
 
 
 class MockDataset(Dataset):
@@ -34,6 +34,10 @@ class MockDataset(Dataset):
     def taken(self, count: int) -> Sequence[float]:
         """Return how many of the first ``count`` samples come from each source."""
         return [count]
+
+    def origin(self, index: int) -> Origin:
+        """Return the number of a sample among the distinct samples."""
+        return Origin("", (int(index) % self._config.mock_num_samples,), 0)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         length, masked = self._config.seq_length, self._config.mock_masked_fraction

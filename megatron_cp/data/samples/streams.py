@@ -21,7 +21,7 @@ from megatron_cp.data.formats.indexed import open_indexed
 from megatron_cp.data.formats.loss_spans import map_spans
 from megatron_cp.data.formats.sample_files import check_first_row, log_notes, map_rows, tokenized
 from megatron_cp.data.samples.blend import BlendOrder
-from megatron_cp.data.samples.contents import Contents
+from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
@@ -77,9 +77,19 @@ class Stream:
             found[mine] = source.lengths(places)
         return found
 
+    def origin(self, index: int) -> Origin:
+        """Return the place of a sample in its file."""
+        source, place = self._place(index)
+        return source.origin(place)
+
     def __getitem__(self, index: int) -> Sample:
+        source, place = self._place(index)
+        return source[place]
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        """Return a sample's source, and its index within it."""
         ((source, _, places),) = self._locate(np.array([index]))
-        return source[int(places[0])]
+        return source, int(places[0])
 
 
 def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:

@@ -17,7 +17,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.data.formats.documents import open_documents
 from megatron_cp.data.formats.indexed import check_ids, chunks, first_end_tokens, open_indexed, tokens_between
 from megatron_cp.data.formats.loss_spans import LossSpans
-from megatron_cp.data.samples.contents import Contents
+from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.split import ALL_FOR_TRAINING
 
 Sample = dict[str, torch.Tensor]
@@ -52,6 +52,10 @@ class MockVarlenDataset:
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample, int64, in the shape of ``indices``."""
         return self._lengths[indices]
+
+    def origin(self, index: int) -> Origin:
+        """Return the number of a sample."""
+        return Origin("", (index,), 0)
 
     def __getitem__(self, index: int) -> Sample:
         length = int(self._lengths[index])
@@ -182,6 +186,11 @@ class DocumentDataset:
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample, int64, in the shape of ``indices``."""
         return self._locate(indices)[2]
+
+    def origin(self, index: int) -> Origin:
+        """Return a sample's document, and its first token there."""
+        document, start, _ = map(int, self._locate(np.asarray(index)))
+        return Origin(self._path, (document,), start)
 
     def __getitem__(self, index: int) -> Sample:
         document, start, length = map(int, self._locate(np.asarray(index)))

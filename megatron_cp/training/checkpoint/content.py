@@ -107,7 +107,10 @@ _STEPS = {
 }
 _CONTENT = {
     "world_size": _AT_LEAST_ONE,
-    "progress": dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), _COUNT),
+    "progress": {
+        **dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), _COUNT),
+        "consumed_loss_tokens?": _COUNT,
+    },
     "config": {},
     "data": {"train?": _STEPS},
     "scheduler?": {

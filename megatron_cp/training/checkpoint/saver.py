@@ -259,7 +259,8 @@ def load_checkpoint(run: Run, root: str | Path, iteration: int, finetune: bool =
             restore_random_state(loaded["rng"])
     if finetune:
         return {}
-    run.progress = TrainProgress(**{each.name: common["progress"][each.name] for each in fields(TrainProgress)})
+    known, progress = {each.name for each in fields(TrainProgress)}, common["progress"]
+    run.progress = TrainProgress(**{name: value for name, value in progress.items() if name in known})
     different = describe(differences(saved, here, settings_affecting(DATA)))
     if different and dist.get_rank() == 0:
         logger.warning("data settings changed; the sample order differs from the first run's: %s", "; ".join(different))

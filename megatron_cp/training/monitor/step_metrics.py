@@ -25,6 +25,8 @@ class StepMetrics:
     iteration: int
     consumed_samples: int
     consumed_tokens: int
+    consumed_loss_tokens: int
+    loss_tokens: int
     lm_loss: float
     grad_norm: float | None
     learning_rate: float

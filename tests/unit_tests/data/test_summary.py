@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_cp.config.run_config import RunConfig
+from megatron_cp.config.run_config import RunConfig, TrainConfig
 from megatron_cp.data.samples.contents import Contents
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
 from megatron_cp.data.summary import LINE, TokensUsed, log_data, planned_line
@@ -263,8 +263,13 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_dry_run_names_the_data_without_opening_it() -> None:
     config: RunConfig = tiny_config()
-    assert planned_line(config.dataset, 80) == (
+    assert planned_line(config.dataset, TrainConfig(10)) == (
         "data: MOCK DATA (random tokens) | real: dataset.kind=null dataset.data_path=PREFIX"
     )
     config.dataset.kind, config.dataset.data_path = "documents", "no/such/file"
-    assert planned_line(config.dataset, 80).startswith("data: no/such/file (documents) | 80 training samples")
+    assert planned_line(config.dataset, TrainConfig(10)).startswith(
+        "data: no/such/file (documents) | 80 training samples"
+    )
+    assert " | 2.5 epochs: train.train_iters from the data | " in planned_line(
+        config.dataset, TrainConfig(None, train_epochs=2.5)
+    )

@@ -18,7 +18,7 @@ ORDER = [
     {"__main__"},
     {"cli", "quickstart"},
     {"api"},
-    {"verify", "report", "convert"},
+    {"verify", "report", "convert", "preview"},
     {"training"},
     {"planner"},
     {"rules"},
@@ -64,7 +64,9 @@ PURE = [
     "megatron_cp.models.layers.mamba.shape",
     "megatron_cp.models.vocabulary",
     "megatron_cp.launch.failure_store",
-    *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_p]*.py"))),  # not preprocess
+    *(f"megatron_cp.cli.{path.stem}" for path in sorted((PACKAGE / "cli").glob("[!_]*.py"))),
+    "megatron_cp.cli.data.preview",
+    *(f"megatron_cp.cli.weights.{path.stem}" for path in sorted((PACKAGE / "cli" / "weights").glob("[!_]*.py"))),
 ]
 PATHS = sorted(PACKAGE.rglob("*.py"))
 

@@ -17,6 +17,8 @@ METRICS = {
     "iteration",
     "consumed_samples",
     "consumed_tokens",
+    "consumed_loss_tokens",
+    "loss_tokens",
     "lm_loss",
     "grad_norm",
     "learning_rate",

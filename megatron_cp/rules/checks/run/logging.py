@@ -35,7 +35,7 @@ def profile_has_steps(c: Context) -> Iterator[Finding]:
             f"profile_step_end ({end}) must be > profile_step_start ({start})",
             f"={start + 2}",
         )
-    elif start >= iterations:
+    elif iterations is not None and start >= iterations:
         yield Finding(
             NAME.profiling.profile_step_start,
             f"the run ends after {iterations} iterations, before the profile starts",
@@ -99,5 +99,5 @@ def log_interval(c: Context) -> Iterator[Finding]:
             NAME.logger.log_interval,
             f"must be at least 1, got {c.config.logger.log_interval}",
             "=1",
-            f"={max(1, iterations)} (logs the last iteration only)",
+            f"={max(1, iterations or 1)} (logs the last iteration only)",
         )

@@ -19,7 +19,8 @@ from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of
 def schedule_is_consistent(c: Context) -> Iterator[Finding]:
     schedule, optimizer = c.config.scheduler, c.config.optimizer
     decay, fraction = schedule.lr_decay_iters, schedule.lr_warmup_fraction
-    warmup = schedule.warmup_iters(c.config.train.train_iters)
+    iterations = c.config.train.train_iters  # None: a length in epochs, checked again once the data are open
+    warmup = schedule.warmup_iters(iterations or 0)
     if fraction is not None and schedule.lr_warmup_iters != 0:
         yield Finding(
             NAME.scheduler.lr_warmup_fraction,
@@ -29,7 +30,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             "=null",
         )
     if decay is not None and decay < 1:
-        if c.config.train.train_iters >= 1:  # rule A1 reports train_iters, the default of this setting
+        if iterations is None or iterations >= 1:  # rule A1 reports train_iters, the default of this setting
             yield Finding(
                 NAME.scheduler.lr_decay_iters,
                 f"must be at least 1, got {decay}",
@@ -45,7 +46,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             f"={most}",
             f"{NAME.scheduler.lr_decay_iters}={warmup + 1}" if warmup >= decay else "",
         )
-    elif fraction is None and warmup < schedule.lr_warmup_iters:
+    elif decay is not None and fraction is None and warmup < schedule.lr_warmup_iters:
         yield Finding(
             NAME.scheduler.lr_warmup_iters,
             f"the run has {decay} iterations: the warmup ends after {warmup}",
@@ -53,7 +54,7 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
             f"{NAME.scheduler.lr_decay_iters}={schedule.lr_warmup_iters + 1} (starts a longer schedule)",
             severity="warning",
         )
-    left = c.config.train.train_iters - (decay or 0)
+    left = (iterations or 0) - (decay or 0)
     # A short tail at min_lr is common; a long one is seldom intended (a run's config.yaml with more iterations).
     if decay is not None and decay >= 1 and schedule.lr_decay_style != "constant" and left > 0.1 * (decay + left):
         yield Finding(
@@ -113,9 +114,9 @@ def schedule_is_consistent(c: Context) -> Iterator[Finding]:
 
 @rule(
     "K56",
-    "A length is given in iterations or in samples, not in both.",
-    "Samples are converted into iterations of whole global batches where iterations are not given. With both, "
-    "samples would be ignored.",
+    "A length is given in iterations, in samples or in epochs, not in two of them.",
+    "Samples are converted into iterations of whole global batches where iterations are not given; epochs, once the "
+    "data are open. With both, samples or epochs would be ignored.",
     broken(scheduler=dict(lr_decay_iters=50, lr_decay_samples=400)),
 )
 def one_length(c: Context) -> Iterator[Finding]:
@@ -126,6 +127,13 @@ def one_length(c: Context) -> Iterator[Finding]:
                 given = f"{iterations}={c.config.value_at(iterations)}"
                 none = f"{iterations}=null" if section == "train" else default_of(iterations)
                 yield Finding(samples, f"cannot be given together with {given}", none, default_of(samples))
+    train = c.config.train
+    if train.train_epochs is not None and train.train_iters is not None:
+        given = f"{NAME.train.train_iters}={train.train_iters}"
+        none = f"{NAME.train.train_iters}=null"
+        yield Finding(NAME.train.train_epochs, f"cannot be given together with {given}", none, "=null")
+    if train.train_epochs is None and train.train_iters is None:
+        yield Finding(NAME.train.train_iters, "the run has no length", "=100", f"{NAME.train.train_epochs}=1")
 
 
 @rule(

@@ -33,6 +33,8 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
         "iteration": iteration,
         "consumed_samples": 8 * iteration,
         "consumed_tokens": 256 * iteration,
+        "consumed_loss_tokens": 200 * iteration,
+        "loss_tokens": 200,
         "lm_loss": 5.0,
         "grad_norm": 1.25,
         "learning_rate": 3e-4,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_cp.cli import schedule as schedule_cli
+from megatron_cp.cli.data import preview as preview_cli
 from megatron_cp.common.errors import DataError
 from megatron_cp.data.samples.varlen import MockVarlenDataset
 from megatron_cp.dynamic_cp.analysis.recorded import read_step
@@ -49,11 +50,11 @@ def packed(cli: Any, tmp_path: Path) -> Any:
     return lambda *arguments, **more: cli(*PACKED, lengths, *arguments, **more)
 
 
-def shown_by_schedule(*arguments: str) -> tuple[int, str]:
+def shown_by(command: Any, *arguments: str) -> tuple[int, str]:
     """Exit code and output. (pytest's own capturing would replace the streams of forked ranks.)"""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        code = schedule_cli.main(list(arguments))
+        code = command.main(list(arguments))
     return code, text.getvalue()
 
 
@@ -77,14 +78,19 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
     assert list((run / "tensorboard").iterdir())
     # The run is drawn as it was.
     picture = str(tmp_path / "step.svg")
-    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--plot", picture)
+    code, shown = shown_by(schedule_cli, "--from-run", str(run), "--iteration", "2", "--plot", picture)
     assert code == 0 and "the run, iteration 2" in shown and f"{lines[1]['step_time_s']:.3f} s" in shown, shown
     # Imbalance is one quantity, in metrics.jsonl, of which report shows the median, as in schedule.
-    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "2", "--json")
+    code, shown = shown_by(schedule_cli, "--from-run", str(run), "--iteration", "2", "--json")
     assert code == 0 and json.loads(shown)["run"]["imbalance"] == pytest.approx(lines[1]["imbalance"])
     assert read_step(run).iteration == 3 and list(read_step(run, 2).lengths) == recorded[1]["lengths"]
-    code, shown = shown_by_schedule("--from-run", str(run), "--iteration", "9")
+    code, shown = shown_by(schedule_cli, "--from-run", str(run), "--iteration", "9")
     assert code == 2 and "has no iteration 9, only 1 to 3" in shown
+    # A preview of the run shows the same packs.
+    code, shown = shown_by(preview_cli, str(run), "--step", "2", "--world-size", "2", "--json")
+    previewed = json.loads(shown[shown.index("{") :])["microbatches"]
+    packs = [[[g["ranks"][0], g["cp_size"], [i - 10 for i in g["samples"]]] for g in groups] for groups in previewed]
+    assert code == 0 and packs == recorded[1]["microbatches"]
 
 
 def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path) -> None:

@@ -80,7 +80,10 @@ def test_resuming_on_other_ranks_takes_the_same_samples(cli: Any, tmp_path: Path
     assert [step["iteration"] for step in resumed] == [1, 2, 3, 4]
     for key in ("lm_loss", "grad_norm"):
         assert [step[key] for step in resumed] == pytest.approx([step[key] for step in undisturbed], rel=2e-6)
-    assert [s["consumed_tokens"] for s in resumed] == [s["consumed_tokens"] for s in undisturbed]
+    for key in ("consumed_tokens", "loss_tokens", "consumed_loss_tokens"):
+        assert [s[key] for s in resumed] == [s[key] for s in undisturbed]
+    assert resumed[-1]["consumed_loss_tokens"] == sum(s["loss_tokens"] for s in resumed)
+    assert 0 < resumed[-1]["consumed_loss_tokens"] < resumed[-1]["consumed_tokens"]  # prompts have no loss
 
 
 @pytest.mark.parametrize(

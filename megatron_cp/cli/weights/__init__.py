@@ -1,0 +1,1 @@
+"""Commands that convert or use the weights of a checkpoint."""
