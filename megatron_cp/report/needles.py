@@ -24,7 +24,7 @@ def length_name(length: int) -> str:
 
 
 def as_text(scores: Sequence[Score]) -> str:
-    """Format a table: one row a task and length, one column a depth; in percent of samples."""
+    """Format a table in percent: a row a task and length, a column a depth."""
     depths = _depths(scores)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="right answers, % of samples, by depth")
     for column in ("task", "length", *(f"{depth}%" for depth in depths), "all"):
@@ -40,7 +40,7 @@ def as_text(scores: Sequence[Score]) -> str:
 
 
 def draw(scores: Sequence[Score], title: str = "") -> Figure:
-    """Draw one heat map a task: lengths to the right, depths downward, light for right answers."""
+    """Draw a heat map of each task: lengths to the right, depths downward."""
     import numpy as np
     from matplotlib.figure import Figure
 

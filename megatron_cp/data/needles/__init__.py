@@ -1,1 +1,4 @@
-"""Synthetic retrieval: needles in a haystack, with exact lengths, for any tokenizer. Pure: no torch at import."""
+"""Synthetic retrieval: needles in a haystack, of exact lengths.
+
+Pure: no torch at import.
+"""

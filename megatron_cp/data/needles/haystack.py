@@ -1,4 +1,4 @@
-"""The text around needles: lines of noise, or of a file, repeated as often as needed."""
+"""The text around needles: lines of noise or of a file, repeated."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def read_haystack(path: str) -> list[str]:
 
 
 class Haystack:
-    """Lines and their tokens. A sample's lines are consecutive, from a random one on; after the last comes the first.
+    """Lines and their tokens; each line is tokenized once, by itself.
 
-    Each line is tokenized once, and by itself.
+    A sample has consecutive lines, from a random one on. After the last line comes the first.
     """
 
     def __init__(self, sentences: Sequence[str], tokenize: Callable[[str], list[int]]) -> None:

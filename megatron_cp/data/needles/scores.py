@@ -12,7 +12,10 @@ from megatron_cp.data.needles.source import NeedleSource
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one cell. ``exact``: samples whose answer is right; ``tokens``: answer tokens, ``correct`` of them."""
+    """Result of one cell.
+
+    ``exact``: samples whose answer is right. ``tokens``: answer tokens; ``correct`` of them are right.
+    """
 
     task: str
     length: int

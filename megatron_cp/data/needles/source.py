@@ -1,4 +1,4 @@
-"""Samples of retrieval tasks: exactly as long as asked for, computed from their number when they are read."""
+"""Samples of retrieval tasks, of exact length, computed when they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ INTRODUCTION = "Remember the codes and variables in this text.\n"
 
 @dataclass(frozen=True)
 class Cell:
-    """One task at one length and depth; ``depth`` in percent, None for needles all over the text."""
+    """One task at one length and depth.
+
+    ``depth`` is in percent; None: needles all over the text.
+    """
 
     task: Task
     length: int
@@ -62,7 +65,9 @@ class _Draft(NamedTuple):
 
 
 class NeedleSource:
-    """Samples of ``cells``, ``per_cell`` of each: sample i is number ``i % per_cell`` of cell ``i // per_cell``.
+    """``per_cell`` samples of each cell.
+
+    Sample i is number ``i % per_cell`` of cell ``i // per_cell``.
 
     A sample depends on the seed, task, depth, number and length only; samples of several lengths differ in the haystack
     only. Samples ``for_training`` are other ones, with needles of their own for each length. The document of a sample
@@ -146,7 +151,10 @@ class NeedleSource:
 
 
 def _scored(written: Written, tokenize: Callable[[str], list[int]]) -> np.ndarray:
-    """Return the places of the scored tokens: of each scored piece, the tokens that differ without it."""
+    """Return the places of the scored tokens.
+
+    Of a scored piece, these are the tokens that differ without it.
+    """
     tail = tokenize(written.needles.tail)
     text, places = written.needles.question, list[int]()
     for piece, is_scored in written.needles.answer:

@@ -1,4 +1,6 @@
-"""Retrieval tasks in the manner of RULER (https://arxiv.org/abs/2404.06654): needles, a question and its answer.
+"""Retrieval tasks in the manner of RULER: needles, a question and its answer.
+
+RULER: https://arxiv.org/abs/2404.06654.
 
 A needle is a line with a noun and its number, or with a variable and its value. An answer repeats the words of its
 needles, so that a teacher-forced model finds before each number what stands before it in the needle. Only the numbers
@@ -133,7 +135,7 @@ def _many_questions(rng: np.random.Generator, count: int) -> Needles:
 
 
 def _variables(rng: np.random.Generator, hops: int) -> Needles:
-    """Ask for all variables with one value, which ``hops`` lines pass on from the first."""
+    """Ask for all variables with one value, which ``hops`` lines pass on."""
     names: dict[str, None] = {}
     while len(names) <= hops:
         names["".join(rng.choice(list(string.ascii_uppercase), 5))] = None

@@ -1,4 +1,4 @@
-"""Write samples of retrieval tasks as training data: JSON lines of a prompt and a response."""
+"""Write retrieval tasks to train on: JSON lines of a prompt and a response."""
 
 from __future__ import annotations
 
