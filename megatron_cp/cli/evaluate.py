@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from megatron_cp.cli.needles import add_needles, needle_request, write
 from megatron_cp.cli.train import add_ranks, ranks_to_start, run_or_start, start_ranks
+from megatron_cp.common.errors import EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, quiet
 from megatron_cp.config.flags import accept_run_folder, add_gpus_per_node, add_recipe, compose, parse
 from megatron_cp.config.names import NAME
+from megatron_cp.data.needles.request import NeedleRequest
 from megatron_cp.launch import launcher
 from megatron_cp.rules import checked
 
@@ -30,29 +34,50 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--name", help="name of the results (default: from the first file and the length)")
     add_ranks(parser)
     add_gpus_per_node(parser)
+    add_needles(parser)
     args = parse(parser, argv)
     accept_run_folder(args)
     data = [word for word in args.overrides if os.path.exists(word) or not ("=" in word or word.startswith("~"))]
     args.overrides = [word for word in args.overrides if word not in data]
+    config = compose(parser, args, _SWITCH)
+    request = needle_request(parser, args, config.dataset.seq_length)
+    if request is not None and data:
+        parser.error(f"--needles makes its own texts, and {data[0]} is given. Fix: leave one of them out")
+    if request is not None and args.write:
+        write(request, config.tokenizer, config.dataset, args.write)
+        return EXIT_OK
+    group_size = None if config.runs_packs else config.model.context_parallel_size
+    if request is not None:
+        longest = f"{NAME.dataset.seq_length}={request.lengths[-1]}"
+        name = args.name or f"needles-{request.lengths[-1]}"
+        return _measure(parser, args, argv, name, [*_overrides(group_size), longest], lambda: _retrieval(request, name))
     if data:
-        return _evaluate_files(parser, args, argv, data)
-    if not compose(parser, args, _SWITCH).validation.eval_iters:
+        from megatron_cp.evaluation.paths import find_files, name_of
+
+        paths = find_files(data)
+        name = args.name or name_of(paths, config.dataset.seq_length)
+        return _measure(parser, args, argv, name, _overrides(group_size), lambda: _evaluation(paths, name))
+    if args.name:
+        parser.error("--name is of results on files. Fix: name files, or leave out --name")
+    if not config.validation.eval_iters:
         parser.error(f"{NAME.validation.eval_iters}=0: no batch to measure. Fix: {NAME.validation.eval_iters}=10")
     return run_or_start("evaluate", parser, args, argv, _SWITCH)
 
 
-def _evaluate_files(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str], data: Sequence[str]
+def _measure(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    name: str,
+    further: Sequence[str],
+    work: Callable[[], Any],
 ) -> int:
+    """Run ``work`` here, or start ranks that do; return the exit code."""
     from megatron_cp.api import prepared
-    from megatron_cp.evaluation.paths import check_name, find_files, name_of
+    from megatron_cp.evaluation.paths import check_name
 
-    paths = find_files(data)
-    given = compose(parser, args)
-    own_size = None if given.runs_packs else given.model.context_parallel_size
-    config = compose(parser, args, *_overrides(own_size))
-    name = args.name or name_of(paths, config.dataset.seq_length)
     check_name(name)
+    config = compose(parser, args, *further)
     launcher.rank()  # rejects an invalid RANK before torch is imported
     number = ranks_to_start(parser, args)
     if number is not None:
@@ -60,10 +85,21 @@ def _evaluate_files(
             checked(config, number, args.gpus_per_node)
         return start_ranks("evaluate", argv, number)
     config = prepared(config, args.gpus_per_node)
-    from megatron_cp.evaluation.run import evaluation_of  # importing torch and megatron-core takes ten seconds
-    from megatron_cp.training.train import run_training
+    from megatron_cp.training.train import run_training  # importing torch and megatron-core takes ten seconds
 
-    return run_training(config, work=evaluation_of(paths, name)).exit_code
+    return run_training(config, work=work()).exit_code
+
+
+def _evaluation(paths: Sequence[str], name: str) -> Any:
+    from megatron_cp.evaluation.run import evaluation_of  # imports torch
+
+    return evaluation_of(paths, name)
+
+
+def _retrieval(request: NeedleRequest, name: str) -> Any:
+    from megatron_cp.evaluation.retrieval import retrieval_of  # imports torch
+
+    return retrieval_of(request, name)
 
 
 def _overrides(group_size: int | None) -> list[str]:

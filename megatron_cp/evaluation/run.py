@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_cp.common.errors import DataError
 from megatron_cp.common.terminal import say
 from megatron_cp.config.names import NAME
 from megatron_cp.data.samples.varlen import DocumentDataset
@@ -45,14 +44,19 @@ def evaluation_of(paths: Sequence[str], name: str) -> Work:
     )
 
 
-def _evaluate(paths: Sequence[str], name: str, started: Started) -> TrainResult:
-    config, tokenizer, vocab_size, start, health = started
+class Measured(NamedTuple):
+    """A ready run and its counts; ``stop`` is the signal that ended them, else 0."""
+
+    run: Run
+    start: ResumePoint
+    counts: Counts
+    stop: int
+
+
+def measure(started: Started, samples: EverySample) -> Measured:
+    """Load the checkpoint and count every sample. Collective."""
+    config, _, vocab_size, start, health = started
     assert start is not None  # an evaluation without a checkpoint is refused
-    began = time.perf_counter()
-    sources = open_sources(paths, config.dataset, tokenizer)
-    samples = EverySample(sources)
-    if not len(samples):
-        raise DataError(f"{paths[0]}: has no document of two tokens or more. Fix: name files with longer texts")
     batches = -(-len(samples) // config.evaluation_batch[0])
     config = replace(config, validation=replace(config.validation, eval_iters=batches))
     ready = setup(config, vocab_size)
@@ -73,24 +77,53 @@ def _evaluate(paths: Sequence[str], name: str, started: Started) -> TrainResult:
             return int(max_over_ranks(torch.full((), watch.received, device=ready.device)))
 
         counts, stop = count_tokens(ready, samples, asked_to_stop)
-    folder = Path(config.checkpoint.save or "")
-    if stop:
-        ready.close()
-        return TrainResult(exit_code_of(stop, start.iteration), start.iteration, folder)
-    num_bytes = _count_bytes(ready, sources, samples, tokenizer)
+    return Measured(ready, start, counts, stop)
 
-    def write() -> None:
-        if dist.get_rank() == 0:
-            found = _result(ready, start, paths, sources, samples, counts, num_bytes)
-            found["seconds"] = time.perf_counter() - began
-            path = results.write_result(folder, name, found)
-            results.draw(path.with_suffix(".png"), found["positions"], f"{path.stem}, iteration {start.iteration}")
-            results.print_result(found)
-            say(f"{path}, {path.with_suffix('.png').name}")
 
-    run_on_all_ranks(write)
-    ready.close()
-    return TrainResult(0, start.iteration, folder)
+def finish(measured: Measured, write: Callable[[Path], None]) -> TrainResult:
+    """Write the results into the run folder, on the first rank. Collective."""
+    run, start, folder = measured.run, measured.start, Path(measured.run.config.checkpoint.save or "")
+    if not measured.stop:
+        run_on_all_ranks(lambda: write(folder) if dist.get_rank() == 0 else None)
+    run.close()
+    code = exit_code_of(measured.stop, start.iteration)
+    return TrainResult(code, start.iteration, folder)
+
+
+def origin_of(measured: Measured) -> dict[str, Any]:
+    """Return the checkpoint and the layout of an evaluation."""
+    run, model = measured.run, measured.run.config.model
+    return {
+        "checkpoint": str(Path(measured.start.root).absolute()),
+        "iteration": measured.start.iteration,
+        NAME.dataset.seq_length: run.config.dataset.seq_length,
+        "layout": {
+            "ranks": dist.get_world_size(),
+            "tensor": model.tensor_model_parallel_size,
+            "pipeline": model.pipeline_model_parallel_size,
+            "context": model.context_parallel_size,
+            "dynamic": model.dynamic_context_parallel,
+        },
+    }
+
+
+def _evaluate(paths: Sequence[str], name: str, started: Started) -> TrainResult:
+    began = time.perf_counter()
+    tokenizer = started.tokenizer
+    sources = open_sources(paths, started.config.dataset, tokenizer)
+    samples = EverySample(sources)
+    measured = measure(started, samples)
+    num_bytes = None if measured.stop else _count_bytes(measured.run, sources, samples, tokenizer)
+
+    def write(folder: Path) -> None:
+        found = _result(measured, paths, sources, samples, num_bytes)
+        found["seconds"] = time.perf_counter() - began
+        path = results.write_result(folder, name, found)
+        results.draw(path.with_suffix(".png"), found["positions"], f"{path.stem}, iteration {measured.start.iteration}")
+        results.print_result(found)
+        say(f"{path}, {path.with_suffix('.png').name}")
+
+    return finish(measured, write)
 
 
 def _count_bytes(
@@ -111,16 +144,13 @@ def _count_bytes(
 
 
 def _result(
-    run: Run,
-    start: ResumePoint,
+    measured: Measured,
     paths: Sequence[str],
     sources: Sequence[DocumentDataset],
     samples: EverySample,
-    counts: Counts,
     num_bytes: np.ndarray | None,
 ) -> dict[str, Any]:
-    model, length = run.config.model, run.config.dataset.seq_length
-    files = []
+    counts, files = measured.counts, []
     for k, (path, source) in enumerate(zip(paths, sources, strict=True)):
         own = slice(*samples.first_documents[k : k + 2].tolist())
         size = None if num_bytes is None else float(num_bytes[own].sum())
@@ -129,17 +159,8 @@ def _result(
     total = None if num_bytes is None else float(num_bytes.sum())
     return {
         "format": 1,
-        "checkpoint": str(Path(start.root).absolute()),
-        "iteration": start.iteration,
-        NAME.dataset.seq_length: length,
+        **origin_of(measured),
         "samples": "documents split into samples of at most so many labels; a sample begins without context",
-        "layout": {
-            "ranks": dist.get_world_size(),
-            "tensor": model.tensor_model_parallel_size,
-            "pipeline": model.pipeline_model_parallel_size,
-            "context": model.context_parallel_size,
-            "dynamic": model.dynamic_context_parallel,
-        },
         **results.figures(counts.documents.sum(axis=0), total),
         "files": files,
         "positions": results.by_position(counts.positions),

@@ -29,6 +29,8 @@ def _evaluations(runs: Sequence[LoggedRun]) -> list[tuple[str, list[str]]]:
 def _evaluation(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return ""
+    if "exact" in result:
+        return f"{result['exact']:.1%} of answers right (iteration {result.get('iteration')})"
     per_byte = f", {result['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in result else ""
     return f"{result['loss']:.4f}{per_byte} ({result.get('tokens', 0):,} tokens, iteration {result.get('iteration')})"
 

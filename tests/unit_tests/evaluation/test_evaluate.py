@@ -147,6 +147,10 @@ def test_files_have_transformers_losses(published: Path, run: Any, tmp_path: Pat
     [
         (["missing.txt"], "missing.txt: no such file or folder"),
         (["empty.txt"], "has no text"),
+        (["--needles", "singel"], "Fix: --needles single"),
+        (["--needles", "--lengths", "64"], "is too short for"),
+        (["--needles", "single", "a.txt"], "Fix: leave one of them out"),
+        (["--lengths", "4K"], "--lengths needs --needles. Fix: add --needles"),
         (["a.txt", "--name", "x/y"], "--name x/y: must be a file name without folders. Fix: --name my_evaluation"),
     ],
 )
@@ -158,6 +162,30 @@ def test_bad_input_exits_with_two(
     monkeypatch.chdir(tmp_path)
     assert run(1, *arguments, *COMMON) == [2]
     assert message in (tmp_path / "log0").read_text()
+
+
+@pytest.mark.slow
+def test_retrieval_is_the_same_on_one_rank_and_four(run: Any, tmp_path: Path) -> None:
+    needles = (
+        "--needles",
+        "single,multi_key:2,variables:2",
+        "--lengths",
+        "256,320",
+        "--samples",
+        "2",
+        "--depths",
+        "0,50",
+    )
+    more = ("model.max_position_embeddings=320", *COMMON[:2], "train.global_batch_size=4", "logger.tensorboard=false")
+    found = {}
+    for name, ranks in (("one", 1), ("four", 4)):
+        layout = (f"model.context_parallel_size={ranks}", "model.cp_comm_type=p2p")
+        assert run(ranks, *needles, "--name", name, *more, *layout) == [0] * ranks, (tmp_path / "log0").read_text()
+        found[name] = json.loads((tmp_path / "run" / "evaluations" / f"{name}.json").read_text())
+    one, four = found["one"], found["four"]
+    assert one["scores"] == four["scores"] and len(one["scores"]) == 2 * (2 + 2 + 1)
+    assert one["loss"] == pytest.approx(four["loss"], rel=2e-6) and one["tokens"] == four["tokens"] > 100
+    assert (tmp_path / "run" / "evaluations" / "four.png").stat().st_size > 1000
 
 
 class Lengths:

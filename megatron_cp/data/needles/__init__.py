@@ -1,0 +1,4 @@
+"""Synthetic retrieval: needles in a haystack, of exact lengths.
+
+Pure: no torch at import.
+"""
