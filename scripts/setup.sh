@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make .venv as requirements.lock says; --gpu adds Transformer Engine, --mamba the kernels of mamba-ssm, and later calls
-# keep them. quickstart.sh and test.sh call this first; it returns at once when .venv is current. Safe to interrupt, and
-# to run twice at once.
+# Install the packages of requirements.lock into .venv. --gpu adds Transformer Engine, --mamba the kernels of mamba-ssm;
+# later calls keep them. quickstart.sh and test.sh call this script first. It returns at once if .venv is up to date. It
+# may be interrupted, and two calls may run at once.
 set -euo pipefail
-extras=() # of pyproject.toml, to be compiled
+extras=() # optional dependencies of pyproject.toml that are compiled here
 for argument in "$@"; do
     case $argument in
         --gpu | --mamba) extras+=("${argument#--}") ;;
@@ -13,13 +13,13 @@ for argument in "$@"; do
 done
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=.venv/.megatron-cp-setup           # written last: what was installed
-place=.venv/.megatron-cp-place           # where: scripts in a virtual environment hold absolute paths
-unfinished=.venv/.megatron-cp-unfinished # there while packages are being unpacked
-compiled=.venv/.megatron-cp-             # and an extra's name: what of it was compiled, for which PyTorch
+stamp=.venv/.megatron-cp-setup           # checksum of what was installed; written last
+place=.venv/.megatron-cp-place           # path of this clone: scripts in a virtual environment hold absolute paths
+unfinished=.venv/.megatron-cp-unfinished # exists while packages are being installed
+compiled=.venv/.megatron-cp-             # followed by the extra's name: its version and the PyTorch it was compiled for
 
-te=tests/doubles/te_on_cpu/requirements.txt      # for tests: into .venv/te
-mamba=tests/doubles/mamba_on_cpu/requirements.txt # for tests: into .venv/mamba
+te=tests/doubles/te_on_cpu/requirements.txt       # packages for tests, installed into .venv/te
+mamba=tests/doubles/mamba_on_cpu/requirements.txt # packages for tests, installed into .venv/mamba
 
 wanted=$({ echo "$PWD"; cat requirements.lock pyproject.toml "$te" "$mamba" scripts/setup.sh; } | sha256sum)
 
@@ -27,7 +27,8 @@ for extra in gpu mamba; do
     [[ " ${extras[*]} " == *" $extra "* || ! -f $compiled$extra ]] || extras+=("$extra")
 done
 
-compiled_as() { grep --no-filename -e '^torch==' -e "^$1 = " requirements.lock pyproject.toml; } # this extra
+# compiled_as EXTRA: print the versions that the extra is compiled for.
+compiled_as() { grep --no-filename -e '^torch==' -e "^$1 = " requirements.lock pyproject.toml; }
 is_compiled() { [[ -f $compiled$1 && $(<"$compiled$1") == "$(compiled_as "$1")" ]]; }
 base_is_current() { [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; }
 to_compile() {
@@ -38,7 +39,8 @@ to_compile() {
 }
 is_current() { base_is_current && [[ -z $(to_compile) ]]; }
 
-is_right_python() { # one that requirements.lock has wheels for; a pyenv shim can be there and still not run
+# is_right_python COMMAND: whether it runs (a pyenv shim may not) and requirements.lock has wheels for its version.
+is_right_python() {
     "$1" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' >/dev/null 2>&1
 }
 
@@ -62,7 +64,8 @@ find_python() {
     return 1
 }
 
-find_uv() { # prints a uv that runs; installs it in .venv if there is none
+# find_uv PYTHON: print a uv that runs. If there is none, install it into .venv.
+find_uv() {
     local candidate
     for candidate in uv .venv/bin/uv .venv/uv/bin/uv; do
         if "$candidate" --version >/dev/null 2>&1; then
@@ -72,14 +75,15 @@ find_uv() { # prints a uv that runs; installs it in .venv if there is none
     done
     if .venv/bin/python -m pip --version >/dev/null 2>&1; then
         .venv/bin/python -m pip install -qq uv >&2 && echo .venv/bin/uv
-    else # no ensurepip (Debian without python3-venv): a pip outside may still fill a folder
+    else # no ensurepip (Debian without python3-venv): use the pip of that Python
         "$1" -m pip install -qq --target .venv/uv uv >&2 && echo .venv/uv/bin/uv
     fi
 }
 
 pip_setting() { "$1" -m pip config list 2>/dev/null | sed -n "s/^global\\.$2='\\(.*\\)'\$/\\1/p" || true; }
 
-follow_pip_configuration() { # uv does not read pip's settings: pass on which index and certificates to use
+# follow_pip_configuration PYTHON: pass pip's index and certificates to uv, which does not read pip's settings.
+follow_pip_configuration() {
     local index=${PIP_INDEX_URL:-$(pip_setting "$1" index-url)} certificates=${PIP_CERT:-$(pip_setting "$1" cert)}
     if [[ -n $index && -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
         export UV_DEFAULT_INDEX=$index
@@ -90,11 +94,12 @@ follow_pip_configuration() { # uv does not read pip's settings: pass on which in
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
 
-install_for_tests() { # with this command
+# install_for_tests COMMAND...: install what tests need, with this command.
+install_for_tests() {
     "$@" --target .venv/te --upgrade --no-deps --require-hashes --quiet --requirement "$te" ||
         echo "setup: tests with Transformer Engine's Python part will be skipped: it could not be installed" >&2
-    # Source packages: their Python alone is packed, with what is installed already. Not forced, they would look elsewhere
-    # for a package that somebody else has built; kept in a cache, it would be what a machine with a GPU gets, too.
+    # Source packages: only their Python is installed, nothing is compiled. Without FORCE_BUILD they would download a
+    # package with compiled kernels. Without --no-cache-dir a later set-up for a GPU would get this package.
     env {MAMBA,CAUSAL_CONV1D}_{SKIP_CUDA,FORCE}_BUILD=TRUE "$@" --target .venv/mamba --upgrade --no-deps \
         --no-build-isolation --no-cache-dir --require-hashes --quiet --requirement "$mamba" ||
         echo "setup: tests with mamba-ssm's kernels will be skipped: they could not be installed" >&2
@@ -108,12 +113,14 @@ install_with_uv() {
     install_for_tests "$uv" pip install --python .venv/bin/python
 }
 
-find_pip() { # into the array pip: .venv's, or one outside that fills it
+# Set the array pip to .venv's pip, or to another Python's pip that installs into .venv.
+find_pip() {
     pip=(.venv/bin/python -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python .venv/bin/python)
 }
 
-install_with_pip() { # slower, but reads every setting that a machine's pip has
+# Slower than uv, but it reads all of pip's settings on this machine.
+install_with_pip() {
     local pip
     find_pip
     "${pip[@]}" install --require-hashes --requirement requirements.lock &&
@@ -121,42 +128,47 @@ install_with_pip() { # slower, but reads every setting that a machine's pip has
     install_for_tests "${pip[@]}" install
 }
 
-cuda_of_pytorch() { .venv/bin/python -c 'import torch; print(torch.version.cuda)'; } # 13.0, say, or None
+# Print PyTorch's version of CUDA, for instance 13.0, or None.
+cuda_of_pytorch() { .venv/bin/python -c 'import torch; print(torch.version.cuda)'; }
 
-can_compile() { # this extra
+# can_compile EXTRA: whether it can be compiled here; print what is missing.
+can_compile() {
     local extra=$1 headers cuda can=yes
     cuda=$(cuda_of_pytorch)
-    [[ $cuda == 13.* ]] || { can="" && echo "setup: --$extra wants a PyTorch for CUDA 13, not for $cuda" >&2; }
+    [[ $cuda == 13.* ]] || { can="" && echo "setup: --$extra needs a PyTorch for CUDA 13, not for $cuda" >&2; }
     headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     command -v "${CXX:-c++}" >/dev/null || { can="" && echo "setup: no C++ compiler (${CXX:-c++}): install g++" >&2; }
     [[ -f $headers/Python.h ]] || { can="" && echo "setup: no $headers/Python.h: install python3-dev" >&2; }
     [[ $can ]]
 }
 
-# What is published as source works with the PyTorch alone that it was compiled for. An isolated build would compile it
-# for the newest, not for ours; not forced, it would look elsewhere for what somebody else has compiled; from a cache, it
-# could be another PyTorch's. PyTorch's packages have CUDA's libraries and most of its headers, and the index has the
-# rest and the compiler, so that no toolkit is needed. Transformer Engine's part for experts wants a newer NCCL.
-fetch_to_compile() { # with this command
+# Packages published as source work only with the PyTorch they were compiled for. An isolated build would compile for the
+# newest PyTorch. Without FORCE_BUILD a package may download what others have compiled. A cached build may be for another
+# PyTorch. No CUDA toolkit is needed: PyTorch's packages have the libraries and most headers, and the index has the rest
+# and the compiler. Transformer Engine's expert parallelism (NCCL_EP) needs a newer NCCL.
+# fetch_to_compile COMMAND...: install the compiler and headers, with this command.
+fetch_to_compile() {
     "$@" --quiet ninja wheel &&
         "$@" --target .venv/cuda --upgrade --no-deps --quiet \
             nvidia-{cuda-nvcc,cuda-crt,cuda-cccl,nvvm}"==$(cuda_of_pytorch).*"
 }
 
-jobs_that_fit() { # one a core and a job's four compilers a 8 GiB
+# Print the number of compile jobs: one per core, with 8 GiB each for its four compilers.
+jobs_that_fit() {
     local fit cores
     fit=$(awk '/MemAvailable/ { print int($2 / 8388608) }' /proc/meminfo)
     cores=$(nproc)
     echo $((fit < 1 ? 1 : fit < cores ? fit : cores))
 }
 
-compile() { # this extra, with this command
+# compile EXTRA COMMAND...: compile and install the extra, with this command.
+compile() {
     local extra=$1 cuda=$PWD/.venv/cuda/nvidia/cu13 pinned=.venv/cuda/pinned.txt libraries
     shift
-    grep -oE '^[^ ]+==[^ ]+' requirements.lock >"$pinned" # without hashes, which pip would then want of everything
+    grep -oE '^[^ ]+==[^ ]+' requirements.lock >"$pinned" # with hashes pip would require them of all packages
     libraries=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13
     mkdir -p "$cuda/lib"
-    ln -sf "$libraries/lib/libcudart.so.13" "$cuda/lib/libcudart.so" # the name that a linker looks for
+    ln -sf "$libraries/lib/libcudart.so.13" "$cuda/lib/libcudart.so" # the linker looks for this name
     PATH=$PWD/.venv/bin:$PATH CUDA_HOME=$cuda CPATH=$cuda/include:$libraries/include${CPATH:+:$CPATH} \
         LIBRARY_PATH=$cuda/lib${LIBRARY_PATH:+:$LIBRARY_PATH} MAX_JOBS=${MAX_JOBS:-$(jobs_that_fit)} \
         NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 \
@@ -174,8 +186,8 @@ install_base() {
             exit 1
         fi
     fi
-    # What commands and ranks import, compiled now: else four ranks would do it at the same time, and where Python may
-    # not write byte code, at each start again (6 s of CPU time a rank).
+    # Compile to byte code what commands and ranks import. Otherwise four ranks do it at the same time. Where Python may
+    # not write byte code, they do it at each start (6 s of CPU time a rank).
     local packages
     packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     .venv/bin/python -m compileall -q "$packages"/{antlr4,hydra,omegaconf,yaml} || true
@@ -187,7 +199,8 @@ import matplotlib.pyplot, torch._dynamo, torch.distributed.run, torch.utils.tens
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-add() { # this extra
+# add EXTRA: compile and install it.
+add() {
     local uv pip
     can_compile "$1" || return
     find_pip
@@ -212,11 +225,11 @@ if command -v flock >/dev/null; then
         exit 0
     fi
 else
-    echo "setup: no flock here (Debian: util-linux), so do not set this folder up twice at once" >&2
+    echo "setup: flock is not installed (Debian: util-linux). Do not set up this folder twice at once." >&2
 fi
 
-# A half-unpacked package can look installed, a moved .venv has wrong paths inside, and what was compiled for another
-# PyTorch does not work: start afresh.
+# Delete .venv if an installation was interrupted (a package may be incomplete), if it was moved (its scripts hold the
+# old path), or if an extra was compiled for another PyTorch.
 stale=""
 for extra in $(to_compile); do
     [[ ! -f $compiled$extra ]] || stale=yes
@@ -236,7 +249,7 @@ if ! base_is_current; then
 fi
 for extra in $(to_compile); do
     if ! add "$extra"; then
-        echo "setup: --$extra could not be done (see above). All else is there, and trains without it." >&2
+        echo "setup: --$extra failed (see above). Everything else is installed, and training works without it." >&2
         exit 1
     fi
     rm -rf .venv/cuda

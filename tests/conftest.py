@@ -41,6 +41,7 @@ import pytest
 import torch
 
 import megatron_cp  # noqa: F401 - before any test module imports megatron.core
+from megatron_cp.mcore.packages import cudnn_of_pytorch
 from megatron_cp.rules.nvml import read_driver
 
 # Files with few long tests run first. At the end of a run with several workers, one worker would be left with them.
@@ -53,7 +54,10 @@ def _import_transformer_engine(capability: float) -> None:
     """Import it without starting CUDA here: beside flash-attn its import asks for the GPU's capability."""
     major, minor = str(capability).split(".")
     gpu = SimpleNamespace(major=int(major), minor=int(minor))
-    with mock.patch.multiple(torch.cuda, current_device=lambda: 0, get_device_properties=lambda device: gpu):
+    with (
+        mock.patch.multiple(torch.cuda, current_device=lambda: 0, get_device_properties=lambda device: gpu),
+        cudnn_of_pytorch(),
+    ):
         import transformer_engine.pytorch  # noqa: F401
 
 

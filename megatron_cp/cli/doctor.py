@@ -40,8 +40,8 @@ _SECONDS_TO_IMPORT = 300
 class Library:
     """An installed or missing library.
 
-    note: its purpose or its problem. module: what ``--try`` imports. for_gpus: may fail to import without a driver,
-    and is not used there.
+    note: its purpose or its problem. module: what ``--try`` imports, divided by commas. for_gpus: may fail to import
+    without a driver, and is not used there.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Finding:
 def survey() -> Survey:
     """Survey this machine and this Python environment."""
     torch_cuda = _torch_cuda()
-    nccl = next((v for n in ("13", "12") if (v := installed_version(f"nvidia-nccl-cu{n}"))), None)
+    nccl, cudnn = _of_cuda("nccl"), _of_cuda("cudnn")
     torch = installed_version("torch")
     te = installed_version("transformer-engine")
     te_torch = installed_version("transformer-engine-torch")
@@ -87,12 +87,13 @@ def survey() -> Survey:
         Library("megatron-core", installed_version("megatron-core"), module="megatron.core.parallel_state"),
         Library("torch", torch, f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA" if torch else "", "torch"),
         Library("NCCL", nccl, "" if nccl else "no separate package; torch's build may include it"),
+        Library("cuDNN", cudnn, "" if cudnn else "no separate package; torch's build may include it"),
         Library("gloo", f"torch {torch}'s" if torch else None),
         Library(
             "transformer-engine",
             te,
             "the package transformer-engine-torch is missing" if te and not te_torch else "",
-            "transformer_engine.pytorch",
+            "megatron.core, transformer_engine.pytorch",  # with our check that both use one cuDNN
             for_gpus=True,
         ),
         _optional("flash-attn", "for Transformer Engine"),
@@ -101,6 +102,11 @@ def survey() -> Survey:
         _optional("causal-conv1d", "fused Mamba layers on GPUs"),
     )
     return Survey(Environment.detect(), read_driver(), libraries, torch_cuda, tuple(_missing_to_compile()))
+
+
+def _of_cuda(name: str) -> str | None:
+    """Return the version of NVIDIA's package ``name``, for CUDA 13 or 12."""
+    return next((v for n in ("13", "12") if (v := installed_version(f"nvidia-{name}-cu{n}"))), None)
 
 
 def _missing_to_compile() -> Iterator[str]:
@@ -217,9 +223,15 @@ def _try(libraries: Sequence[Library]) -> dict[str, str]:
             errors[library.name] = f"not imported after {_SECONDS_TO_IMPORT} s"
             continue
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            errors[library.name] = last[0]
+            errors[library.name] = _last_error(done.stderr) or f"exit code {done.returncode}"
     return errors
+
+
+def _last_error(text: str) -> str:
+    """Return a traceback's exception on one line: the last line without an indent, and those after it."""
+    lines = text.strip().splitlines()
+    start = max((number for number, line in enumerate(lines) if not line.startswith(" ")), default=0)
+    return "; ".join(line.strip() for line in lines[start:])
 
 
 def _machine_lines(found: Survey) -> Iterator[str]:

@@ -145,7 +145,7 @@ def test_other_packages_are_installed_if_compilation_fails(setup):
     assert "trains without it" in reported and not compiled(calls)
     assert setup() == (0, "", [])
     code, reported, _ = setup("--gpu", CUDA="12.8")
-    assert code == 1 and "--gpu wants a PyTorch for CUDA 13, not for 12.8" in reported
+    assert code == 1 and "--gpu needs a PyTorch for CUDA 13, not for 12.8" in reported
     assert setup("--gpu", COMPILER_FAILS="1")[0] == 1
     assert setup() == (0, "", [])
     code, _, calls = setup("--gpu")
