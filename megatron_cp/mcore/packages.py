@@ -12,10 +12,15 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 from megatron_cp.common.errors import ConfigError, Violation, first_line
 from megatron_cp.common.installation import how_to_install
+
+# Its wheels from this version on are compiled with a newer cuDNN's headers, and set an attribute that an older cuDNN
+# refuses: a reshape in the backward pass of fused attention.
+_NEW_WHEELS, _CUDNN_OF_NEW_WHEELS = (2, 17), 92200
 
 
 def check_transformer_engine() -> None:
@@ -24,9 +29,11 @@ def check_transformer_engine() -> None:
     Raises:
         ConfigError: the import fails, or another cuDNN is in use.
     """
-    with cudnn_of_pytorch():
-        if _check("Transformer Engine", ["transformer_engine.pytorch"], "gpu"):
-            _check_cudnn()
+    modules = ["transformer_engine.pytorch"]
+    if _are_used(modules):
+        with cudnn_of_pytorch():
+            _import("Transformer Engine", modules, "gpu")
+        _check_cudnn()
 
 
 def check_mamba_ssm() -> None:
@@ -37,7 +44,9 @@ def check_mamba_ssm() -> None:
     Raises:
         ConfigError: an import fails.
     """
-    _check("mamba-ssm", ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"], "mamba")
+    modules = ["causal_conv1d.cpp_functions", "mamba_ssm.ops.triton.ssd_combined"]
+    if _are_used(modules):
+        _import("mamba-ssm", modules, "mamba")
 
 
 @contextmanager
@@ -67,29 +76,42 @@ def _folders_of_cudnn() -> list[str]:
     """Return the folders of the cuDNN libraries that this process has loaded."""
     import torch  # noqa: F401 - loads its own
 
-    paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
-    return sorted({str(Path(path).parent) for path in paths if Path(path).name.startswith("libcudnn")})
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    paths = (Path(line.split(maxsplit=5)[-1]) for line in lines if "/libcudnn" in line)
+    return sorted({str(path.parent) for path in paths})
 
 
 def _check_cudnn() -> None:
-    import torch
-
+    """Check that one cuDNN is loaded, and that it is new enough for Transformer Engine's wheel."""
+    folders = _folders_of_cudnn()
+    if len(folders) > 1:
+        message = f"two versions are loaded, and kernels fail: from {' and '.join(folders)}"
+        fix = "unset CUDNN_HOME CUDNN_PATH LD_LIBRARY_PATH (they choose the second one)"
+        raise ConfigError([Violation("", "error", "cuDNN", message, fix)])
     try:
-        torch.backends.cudnn.version()
-    except RuntimeError as error:
-        reason = first_line(error).partition(". ")[0]
-        message = f"{reason}; loaded from {' and '.join(_folders_of_cudnn())}"
-        fix = "unset CUDNN_HOME CUDNN_PATH LD_LIBRARY_PATH (they choose the cuDNN)"
-        raise ConfigError([Violation("", "error", "cuDNN", message, fix)]) from error
+        wheel = metadata.version("transformer-engine-cu13")
+    except metadata.PackageNotFoundError:  # compiled here, with the headers that are here
+        return
+    library = next((path for folder in folders for path in Path(folder).glob("libcudnn.so.[0-9]*")), None)
+    if library is None or tuple(int(number) for number in wheel.split(".")[:2]) < _NEW_WHEELS:
+        return
+    loaded: int = ctypes.CDLL(str(library)).cudnnGetVersion()
+    if loaded < _CUDNN_OF_NEW_WHEELS:
+        needs, has_version = (f"{n // 10000}.{n // 100 % 100}" for n in (_CUDNN_OF_NEW_WHEELS, loaded))
+        message = f"{wheel} is built for cuDNN {needs}: with {has_version} its attention fails in the backward pass"
+        fix = f"{how_to_install('gpu')}, or uninstall it to train without"
+        raise ConfigError([Violation("", "error", "Transformer Engine", message, fix)])
 
 
-def _check(name: str, modules: Sequence[str], extra: str) -> bool:
-    """Import ``modules`` if they are installed and there is a GPU; return whether they are."""
+def _are_used(modules: Sequence[str]) -> bool:
+    """Return whether there is a GPU, and the packages of all modules are installed."""
     import torch
 
-    installed = all(importlib.util.find_spec(module.partition(".")[0]) is not None for module in modules)
-    if not torch.cuda.is_available() or not installed:
-        return False
+    installed = (importlib.util.find_spec(module.partition(".")[0]) is not None for module in modules)
+    return torch.cuda.is_available() and all(installed)
+
+
+def _import(name: str, modules: Sequence[str], extra: str) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
@@ -97,4 +119,3 @@ def _check(name: str, modules: Sequence[str], extra: str) -> bool:
             message = f"is installed and {module} cannot be imported: {type(error).__name__}: {first_line(error)}"
             fix = f"{how_to_install(extra)} (compiles it for this PyTorch), or uninstall it to train without"
             raise ConfigError([Violation("", "error", name, message, fix)]) from error
-    return True

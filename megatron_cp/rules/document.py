@@ -41,7 +41,7 @@ own values. If megatron-core or Megatron-Bridge has a message for the same rule,
 device: gpu
 gpus_per_node: 8
 compute_capability: 9.0        # Hopper
-transformer_engine: "2.17.1"   # null: not installed
+transformer_engine: "2.16.1"   # null: not installed
 variables: {{CUDA_DEVICE_MAX_CONNECTIONS: "1"}}
 ```
 

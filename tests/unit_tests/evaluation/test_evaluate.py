@@ -135,7 +135,10 @@ def test_files_have_transformers_losses(published: Path, run: Any, tmp_path: Pat
     ranks, layout = LAYOUTS[name]
     files = write_files(tmp_path)
     # Later overrides win, so a layout may change the common ones.
-    assert run(ranks, *map(str, files), *COMMON, *layout) == [0] * ranks, (tmp_path / "log0").read_text()[-2000:]
+    # The run's own data are not read: these have gone, and none were held out.
+    gone = ("dataset.kind=null", f"dataset.data_path={tmp_path}/gone", "dataset.split='1,0,0'")
+    arguments = [*map(str, files), *gone, *COMMON, *layout]
+    assert run(ranks, *arguments) == [0] * ranks, (tmp_path / "log0").read_text()[-2000:]
     folder = tmp_path / "run" / "evaluations"
     assert sorted(path.name for path in folder.iterdir()) == [f"rows-and-2-more-{LENGTH}.{e}" for e in ("json", "png")]
     check_result(folder / f"rows-and-2-more-{LENGTH}.json", *expected(published))

@@ -7,9 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from megatron_cp.common.errors import ConfigError
+from megatron_cp.mcore import packages
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,3 +61,35 @@ def test_transformer_engine_loads_the_cudnn_of_pytorch(guarded: str, variables: 
     assert (str(machine) in after) == (guarded == "no" or chosen_by_hand)
     assert set(after) >= set(before)
     assert variable == [paths.get("CUDNN_HOME", "None")]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "cudnn", "error"),
+    [
+        ("2.17.1", 91900, "2.17.1 is built for cuDNN 9.22: with 9.19 its attention fails in the backward pass"),
+        ("2.17.1", 92200, None),
+        ("2.16.1", 91900, None),
+        (None, 91900, None),
+    ],
+)
+def test_wheels_built_for_a_newer_cudnn_are_refused(
+    wheel: str | None, cudnn: int, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libcudnn.so.9").touch()
+    monkeypatch.setattr(packages, "_folders_of_cudnn", lambda: [str(tmp_path)])
+    monkeypatch.setattr(packages.ctypes, "CDLL", lambda path: SimpleNamespace(cudnnGetVersion=lambda: cudnn))
+
+    def version(name: str) -> str:
+        if wheel is None:
+            raise metadata.PackageNotFoundError(name)
+        return wheel
+
+    monkeypatch.setattr(packages.metadata, "version", version)
+    with pytest.raises(ConfigError, match=error) if error else nullcontext():
+        packages._check_cudnn()
+
+
+def test_two_versions_of_cudnn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_folders_of_cudnn", lambda: ["/machine", "/pytorch"])
+    with pytest.raises(ConfigError, match="two versions are loaded, and kernels fail: from /machine and /pytorch"):
+        packages._check_cudnn()
