@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run the checks that need a GPU, one after the other: the installation, four ranks on one GPU, the benchmarks and the
-# tests for GPUs. Each has a log and a time limit. A failed check does not stop the others. One GPU is enough.
+# Run the checks that need a GPU, one after the other: the installation, four ranks on one GPU, the tests for
+# GPUs and the benchmarks. Each has a log and a time limit. A failed check does not stop the others. One GPU is enough.
 #
 #   scripts/gpu_checks.sh [--out FOLDER] [--seconds N] [CHECK ...]
 #
-# CHECK     look, verify, train, pretrain, attention, rates, profile, tests or larger; default: all, in this order
+# CHECK     look, verify, train, tests, pretrain, attention, rates, profile or larger; default: all, in this order
 # --out     folder of logs and traces (default: runs/gpu_checks of this clone)
 # --seconds time limit of all checks together: the running check is stopped, and the rest is left out
 #
@@ -14,7 +14,7 @@ set -uo pipefail
 from=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
-checks=(look verify train pretrain attention rates profile tests larger)
+checks=(look verify train tests pretrain attention rates profile larger)
 out=$PWD/runs/gpu_checks seconds=0 chosen=()
 refuse() { echo "gpu_checks: $*; see scripts/gpu_checks.sh --help" >&2 && exit 2; }
 while (($#)); do
@@ -73,15 +73,15 @@ check look 120 "$python" -m megatron_cp doctor --try
 check verify 300 "${ranks[@]}" -m megatron_cp verify "${tiny[@]}"
 check train 300 "${ranks[@]}" -m megatron_cp train "${tiny[@]}" "${bf16[@]}" train.train_iters=20 \
     checkpoint.save="$(mktemp -u "$out/train.XXXXXX")"
+# Only the files that have such tests: importing all others would take every worker longer than the tests.
+mapfile -t files < <(grep -rlw --include='test_*.py' 'mark\.gpu' tests)
+check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --no-loadscope-reorder "${files[@]}"
 check pretrain 900 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --tokens 65536 \
     --warm-up 2 --steps 4
 check attention 900 "${measured[@]}" benchmarks/gpu_attention.py --sizes 4096,16384,65536 --heads 32/8 --packs 8 --repeats 5
 check rates 900 "${measured[@]}" benchmarks/device_rates.py --sizes 512,2048,8192,32768 --steps 3
 check profile 300 "${measured[@]}" benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none --attention te \
     --tokens 32768 --steps 2 --profile "$out/traces"
-# Only the files that have such tests: importing all others would take every worker longer than the tests.
-mapfile -t files < <(grep -rlw --include='test_*.py' 'mark\.gpu' tests)
-check tests 900 "$python" -m pytest -vv -m gpu -n "${WORKERS:-6}" --dist load --no-loadscope-reorder "${files[@]}"
 check larger 900 "${measured[@]}" benchmarks/gpu_pretrain.py --models 8b --sizes 8192,32768 --recompute none --tokens 65536 \
     --warm-up 2 --steps 3
 

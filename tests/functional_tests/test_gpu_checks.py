@@ -19,7 +19,7 @@ from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = ["look", "verify", "train", "pretrain", "attention", "rates", "profile", "tests", "larger"]
+CHECKS = ["look", "verify", "train", "tests", "pretrain", "attention", "rates", "profile", "larger"]
 # Records its arguments. If a file exists for one of them, runs the text of that file.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$*" >> "$FOLDER/calls"
