@@ -228,7 +228,10 @@ def _try(libraries: Sequence[Library]) -> dict[str, str]:
 
 
 def _last_error(text: str) -> str:
-    """Return a traceback's exception on one line: the last line without an indent, and those after it."""
+    """Return a traceback's exception on one line.
+
+    It begins at the last line without an indent.
+    """
     lines = text.strip().splitlines()
     start = max((number for number, line in enumerate(lines) if not line.startswith(" ")), default=0)
     return "; ".join(line.strip() for line in lines[start:])

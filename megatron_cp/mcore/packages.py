@@ -24,7 +24,9 @@ _NEW_WHEELS, _CUDNN_OF_NEW_WHEELS = (2, 17), 92200
 
 
 def check_transformer_engine() -> None:
-    """Check that Transformer Engine imports with PyTorch's cuDNN, if installed and there is a GPU.
+    """Check that Transformer Engine imports, with a cuDNN that fits.
+
+    Only where it is installed and there is a GPU.
 
     Raises:
         ConfigError: the import fails, or another cuDNN is in use.

@@ -21,7 +21,7 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 9.0, 80 * 2**30)
 DRIVER = Driver("580.65.06", (13, 0), (H100,) * 8)
 NAMES = ("megatron-core", "torch", "NCCL", "gloo", "transformer-engine", "flash-attn", "apex", "mamba-ssm")
 VERSIONS = dict(
-    zip(NAMES, (MEGATRON_CORE, "2.11.0", "2.28.9", "torch's", "2.17.1", "2.8.3", "0.1", "2.3"), strict=True)
+    zip(NAMES, (MEGATRON_CORE, "2.11.0", "2.28.9", "torch's", "2.16.1", "2.8.3", "0.1", "2.3"), strict=True)
 )
 GPU_MACHINE = Survey(
     dataclasses.replace(PRESETS["gpu"], variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
@@ -58,8 +58,8 @@ def test_a_complete_gpu_machine(run):
     assert code == 0
     assert "  GPU                8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB\n" in out
     assert "  NVIDIA driver      580.65.06, supports CUDA 13.0 and older\n" in out
-    assert "  transformer-engine 2.17.1\n" in out
-    assert "  attention          Transformer Engine's: Transformer Engine 2.17.1 supports this" in out
+    assert "  transformer-engine 2.16.1\n" in out
+    assert "  attention          Transformer Engine's: Transformer Engine 2.16.1 supports this" in out
     assert "  fused kernels      rotary embedding, weight gradient sums, cross-entropy" in out
     assert "  communication      nccl\n" in out and out.endswith("nothing to do\n")
 
@@ -101,7 +101,7 @@ def test_missing_packages_are_named(run, found, code, reported):
 @pytest.mark.parametrize(
     ("found", "overrides", "attention"),
     [
-        (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.17.1 supports this recipe"),
+        (GPU_MACHINE, [], "Transformer Engine's: Transformer Engine 2.16.1 supports this recipe"),
         (
             GPU_MACHINE,
             ["model.attention_backend=native"],
@@ -116,9 +116,9 @@ def test_missing_packages_are_named(run, found, code, reported):
         (
             GPU_MACHINE,
             ["model.window_size=[64,0]"],
-            "our own, with Transformer Engine's kernels: Transformer Engine 2.17.1, model.window_size: no sliding",
+            "our own, with Transformer Engine's kernels: Transformer Engine 2.16.1, model.window_size: no sliding",
         ),
-        (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.17.1, mixed_precision.fp32: "),
+        (GPU_MACHINE, ["mixed_precision=fp32"], "our own: Transformer Engine 2.16.1, mixed_precision.fp32: "),
         (dataclasses.replace(GPU_MACHINE, environment=PRESETS["cpu"]), [], "our own: no GPU"),
     ],
 )
@@ -237,14 +237,14 @@ def test_planted_packages(tmp_path):
     assert "apex               0.9.10; NOT NVIDIA's: another project of the same name" in done.stdout
     assert "uninstall apex" in done.stdout
     (tmp_path / "apex" / "multi_tensor_apply").mkdir()
-    plant(tmp_path, "transformer-engine", "2.17.1")
-    plant(tmp_path, "transformer-engine-torch", "2.17.1")
+    plant(tmp_path, "transformer-engine", "2.16.1")
+    plant(tmp_path, "transformer-engine-torch", "2.16.1")
     out = doctor_with(tmp_path).stdout
-    assert "apex               0.9.10; NVIDIA's\n" in out and "transformer-engine 2.17.1\n" in out
+    assert "apex               0.9.10; NVIDIA's\n" in out and "transformer-engine 2.16.1\n" in out
 
 
 def test_transformer_engine_without_its_part_for_pytorch(monkeypatch):
-    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.17.1"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"transformer-engine": "2.16.1"}.get)
     found = doctor.survey()
     note = "the package transformer-engine-torch is missing"
     assert found["transformer-engine"].note == note
@@ -262,7 +262,7 @@ def test_checks_that_need_a_driver_are_skipped_without_one(run, monkeypatch):
     tried.clear()
     login_node = dataclasses.replace(with_driver, driver=None, environment=PRESETS["cpu"])
     code, out, _ = run(login_node, "--try")
-    assert code == 0 and "  transformer-engine 2.17.1 (not tried: no driver)\n" in out
+    assert code == 0 and "  transformer-engine 2.16.1 (not tried: no driver)\n" in out
     assert "torch" in tried and te not in tried
     assert "not tried" not in run(login_node)[1]
 
