@@ -109,7 +109,8 @@ def _overrides(group_size: int | None) -> list[str]:
     """
     found = [_SWITCH, f"{NAME.validation.eval_iters}=1", f"{NAME.dataset.reset_position_ids}=false"]
     # The run's own data are not read, so their division does not matter.
-    found += [f"{NAME.dataset.split}='1,1,1'", f"{NAME.dataset.valid_data_path}=null", f"{NAME.dataset.test_data_path}=null"]
+    found.append(f"{NAME.dataset.split}='1,1,1'")
+    found += [f"{name}=null" for name in (NAME.dataset.valid_data_path, NAME.dataset.test_data_path)]
     if group_size is not None:
         found.append(f"{NAME.dist.eval_context_parallel_size}={group_size}")
     return found

@@ -84,7 +84,7 @@ def _folders_of_cudnn() -> list[str]:
 
 
 def _check_cudnn() -> None:
-    """Check that one cuDNN is loaded, and that it is new enough for Transformer Engine's wheel."""
+    """Check that one cuDNN is loaded, new enough for Transformer Engine."""
     folders = _folders_of_cudnn()
     if len(folders) > 1:
         message = f"two versions are loaded, and kernels fail: from {' and '.join(folders)}"
