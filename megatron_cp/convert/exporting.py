@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_cp.common.errors import ConfigError, DataError
+from megatron_cp.common.errors import ConfigError, DataError, readable
+from megatron_cp.common.input_files import read_bytes
 from megatron_cp.common.interpolation import substitute_environment
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import ModelConfig, TokenizerConfig
@@ -25,6 +26,7 @@ from megatron_cp.convert.checkpoint import (
 )
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.convert.origin import RunExport, folder_of_export, size_of, write_origin
+from megatron_cp.data.text.chat_template import CHAT_TEMPLATE_FILE
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import hf_from_model
 from megatron_cp.models.families.common.weights import WeightNames
@@ -90,6 +92,7 @@ def _export(found: CheckpointInfo, target: Path, dtype: str | None) -> list[str]
         write_model(partial, values, tensors)
         if tokenizer is not None:
             copy_companions(tokenizer, partial)
+        without_template = copy_chat_template(trained.dataset.chat_template, partial)
         write_origin(partial, found.folder, trained.tokenizer)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     size = size_of(target)
@@ -100,7 +103,27 @@ def _export(found: CheckpointInfo, target: Path, dtype: str | None) -> list[str]
     lines += describe_positions(trained.model, values["max_position_embeddings"])
     if trained.model.mtp_num_layers:
         lines.append("multi-token prediction layers: not converted")
-    return [*lines, *([f"no tokenizer exported: {without}"] if without else [])]
+    if without:
+        lines.append(f"no tokenizer exported: {without}")
+    if without_template:
+        lines.append(f"no chat template exported: {without_template}")
+    return lines
+
+
+def copy_chat_template(file: str | None, target: Path) -> str:
+    """Copy the template that a run was tuned with, instead of the tokenizer's; return why not, or "".
+
+    ``file``: ``dataset.chat_template``. It may be gone since the run started.
+    """
+    if file is None:
+        return ""
+    try:
+        with readable(file):
+            content = read_bytes(file)
+    except DataError as error:
+        return str(error)
+    (target / CHAT_TEMPLATE_FILE).write_bytes(content)
+    return ""
 
 
 def _newer(root: Path, iteration: int | None) -> list[str]:

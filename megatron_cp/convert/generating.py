@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_cp.common.errors import ConfigError, RuntimeFault, first_line
+from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, first_line
 from megatron_cp.convert.hf_folder import PublishedWeights, read_config
 from megatron_cp.convert.origin import tokenizer_of
+from megatron_cp.data.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplate
+from megatron_cp.data.text.dialogues import BadDialogue
 from megatron_cp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_cp.models.families import model_from_hf
 
@@ -77,15 +79,15 @@ class TextModel:
         return ids
 
     def _as_a_turn(self, prompt: str) -> str:
-        if not self._tokenizer.has_chat_template:
+        file = self._folder / CHAT_TEMPLATE_FILE
+        if not (file.is_file() or self._tokenizer.has_chat_template):
             raise ConfigError(f"--chat: {self._folder} has no chat template. Fix: leave out --chat")
         try:
-            template: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
-            turn = [{"role": "user", "content": prompt}]
-            return str(template.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # the template's and the library's errors have many types
+            return ChatTemplate(self._tokenizer, str(file) if file.is_file() else None).user_turn(prompt)
+        except (BadDialogue, DataError) as error:
+            reason = first_line(error).partition(" Fix: ")[0].rstrip(".")
             raise ConfigError(
-                f"--chat: the chat template of {self._folder} failed: {first_line(error)}. Fix: leave out --chat"
+                f"--chat: the chat template of {self._folder} failed: {reason}. Fix: leave out --chat"
             ) from error
 
     def load(self) -> None:

@@ -39,6 +39,9 @@ class EncodedDialogue(NamedTuple):
     left_out: int | None
 
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # in the folder of a tokenizer or an export
+
+
 class ChatTemplate:
     """Chat template of a tokenizer, by default the one in the tokenizer's files.
 
@@ -90,6 +93,15 @@ class ChatTemplate:
         if not spans:
             raise BadDialogue(f"{self.name} marks no token of the assistant. Fix: {_OTHER}")
         return EncodedDialogue(encoded.ids, spans, left_out)
+
+    def user_turn(self, text: str) -> str:
+        """Return what a model reads before it answers a user's ``text``.
+
+        Raises:
+            BadDialogue: the template refuses a dialogue that begins with the user.
+            DataError: the template is no valid Jinja.
+        """
+        return self._render([{"role": "user", "content": text}], None, prompt=True)[0]
 
     def _marks_before(self, dialogue: Dialogue) -> int:
         """Count the generation blocks before the last answer."""
@@ -157,6 +169,7 @@ class ChatTemplate:
 
 
 def _read(file: str) -> str:
+    """Return a template's text."""
     with readable(file):
         content = read_bytes(file)
     try:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_cp.cli import main
+from megatron_cp.common.errors import ConfigError
 from megatron_cp.common.terminal import printable
 from megatron_cp.config.run_config import TokenizerConfig
 from megatron_cp.convert.checkpoint import find_checkpoint, single_rank_config, whole_model
+from megatron_cp.convert.exporting import copy_chat_template
 from megatron_cp.convert.generating import Sampling, TextModel
 from megatron_cp.convert.origin import write_origin
 from megatron_cp.data.text.tokenizers import train_bpe
@@ -147,6 +150,36 @@ def test_runs_without_tokenizer_files_generate(
     assert tokens == theirs[: len(tokens)].tolist()
     if tokenizer.tokenizer_type == "NullTokenizer":
         assert "".join(pieces) == " ".join(map(str, tokens))
+
+
+def test_a_run_tuned_with_a_template_of_its_own_talks_with_it(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "export", TokenizerConfig("ByteLevelTokenizer"))
+    with pytest.raises(ConfigError, match=r"has no chat template\. Fix: leave out --chat"):
+        model.encode("hi", chat=True)
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    assert copy_chat_template(f"{tmp_path}/mine.jinja", tmp_path / "export") == ""
+    assert bytes(model.encode("hi", chat=True)).decode() == "[user] hi\n[a]"
+    assert "gone.jinja: cannot be read: No such file" in copy_chat_template(f"{tmp_path}/gone.jinja", tmp_path)
+    assert copy_chat_template(None, tmp_path) == "" and not (tmp_path / "chat_template.jinja").exists()
+    (tmp_path / "export/chat_template.jinja").write_text("{{ raise_exception('users first') }}")
+    with pytest.raises(ConfigError, match=r"failed: .*users first\. Fix: leave out --chat"):
+        model.encode("hi", chat=True)
+
+
+def import_a_model(folder: str) -> None:
+    os.environ.pop("RANK", None)
+    os.environ.pop("WORLD_SIZE", None)
+    imported(Path(folder))
+
+
+@pytest.mark.slow
+def test_two_at_once_export_once(tmp_path: Path) -> None:
+    run_ranks(import_a_model, 1, str(tmp_path))
+    command = [sys.executable, "-m", "megatron_cp", "generate", str(tmp_path / "run"), PROMPT, "--max-new-tokens", "4"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    (one, first), (two, second) = (each.communicate() for each in both)
+    assert [each.returncode for each in both] == [0, 0], first + second
+    assert one == two and sorted("reusing the export" in text for text in (first, second)) == [False, True]
 
 
 def test_a_model_that_computes_nan_is_reported(tmp_path: Path) -> None:
