@@ -150,7 +150,7 @@ def test_files_have_transformers_losses(published: Path, run: Any, tmp_path: Pat
     [
         (["missing.txt"], "missing.txt: no such file or folder"),
         (["empty.txt"], "has no text"),
-        (["--needles", "singel"], "Fix: --needles single"),
+        (["--needles", "singlo"], "Fix: --needles single"),
         (["--needles", "--lengths", "64"], "is too short for"),
         (["--needles", "single", "a.txt"], "Fix: leave one of them out"),
         (["--lengths", "4K"], "--lengths needs --needles. Fix: add --needles"),

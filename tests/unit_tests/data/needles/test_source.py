@@ -173,7 +173,7 @@ def test_a_length_that_is_too_short_is_refused() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("singel", "did you mean 'single'?. Fix: --needles single"),
+        ("singlo", "did you mean 'single'?. Fix: --needles single"),
         ("nothing", "Fix: --needles single"),
         ("multi_key:x", "must be from 2 to 298. Fix: --needles multi_key:4"),
         ("multi_query:1", "must be from 2 to"),
