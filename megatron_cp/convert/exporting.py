@@ -111,9 +111,9 @@ def _export(found: CheckpointInfo, target: Path, dtype: str | None) -> list[str]
 
 
 def copy_chat_template(file: str | None, target: Path) -> str:
-    """Copy the template that a run was tuned with, instead of the tokenizer's; return why not, or "".
+    """Copy the template that a run was tuned with; return why not, or "".
 
-    ``file``: ``dataset.chat_template``. It may be gone since the run started.
+    It replaces the tokenizer's. ``file``: ``dataset.chat_template``, which may be gone since the run started.
     """
     if file is None:
         return ""
