@@ -45,7 +45,10 @@ def export_of_run(root: Path, iteration: int | None, typed: str) -> RunExport:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes exports into ``folder``. If it cannot be written, the export says so."""
+    """Wait until no other process writes exports into ``folder``.
+
+    If it cannot be written, the export says so.
+    """
     lock = FileLock(folder / ".lock")
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
