@@ -26,7 +26,7 @@ from megatron_cp.convert.checkpoint import (
 )
 from megatron_cp.convert.hf_folder import TOKEN_IDS, check_absent, copy_companions, new_folder, read_json, write_model
 from megatron_cp.convert.origin import RunExport, folder_of_export, size_of, write_origin
-from megatron_cp.data.text.chat_template import CHAT_TEMPLATE_FILE
+from megatron_cp.data.text.tokenizer_files import CHAT_TEMPLATE
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.models.families import hf_from_model
 from megatron_cp.models.families.common.weights import WeightNames
@@ -122,7 +122,7 @@ def copy_chat_template(file: str | None, target: Path) -> str:
             content = read_bytes(file)
     except DataError as error:
         return str(error)
-    (target / CHAT_TEMPLATE_FILE).write_bytes(content)
+    (target / CHAT_TEMPLATE).write_bytes(content)
     return ""
 
 

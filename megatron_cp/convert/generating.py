@@ -18,8 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_cp.common.errors import ConfigError, DataError, RuntimeFault, first_line
 from megatron_cp.convert.hf_folder import PublishedWeights, read_config
 from megatron_cp.convert.origin import tokenizer_of
-from megatron_cp.data.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplate
+from megatron_cp.data.text.chat_template import ChatTemplate
 from megatron_cp.data.text.dialogues import BadDialogue
+from megatron_cp.data.text.tokenizer_files import CHAT_TEMPLATE
 from megatron_cp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_cp.models.families import model_from_hf
 
@@ -79,7 +80,7 @@ class TextModel:
         return ids
 
     def _as_a_turn(self, prompt: str) -> str:
-        file = self._folder / CHAT_TEMPLATE_FILE
+        file = self._folder / CHAT_TEMPLATE
         if not (file.is_file() or self._tokenizer.has_chat_template):
             raise ConfigError(f"--chat: {self._folder} has no chat template. Fix: leave out --chat")
         try:

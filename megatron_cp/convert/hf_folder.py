@@ -21,6 +21,7 @@ from megatron_cp.common.atomic_files import atomic_write
 from megatron_cp.common.errors import ConfigError, RuntimeFault
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.convert.sizes import check_sizes
+from megatron_cp.data.text.tokenizer_files import CHAT_TEMPLATE
 from megatron_cp.models.families import FAMILIES, model_from_hf
 
 _INDEX = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ _COMPANIONS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def _measure(request: NeedleRequest, name: str, started: Started) -> TrainResult
             "needles": {"samples": request.samples, "haystack": request.haystack, "seed": request.seed},
             **results.figures(sums.sum(axis=0)),
             "exact": sum(score.exact for score in scores) / sum(score.samples for score in scores),
-            "scores": [score.as_dict() for score in scores],
+            "scores": [asdict(score) for score in scores],
             "seconds": time.perf_counter() - began,
         }
         path = results.write_result(folder, name, found)

@@ -88,7 +88,10 @@ def _check_cudnn() -> None:
     folders = _folders_of_cudnn()
     if len(folders) > 1:
         message = f"two versions are loaded, and kernels fail: from {' and '.join(folders)}"
-        fix = "unset CUDNN_HOME CUDNN_PATH LD_LIBRARY_PATH (they choose the second one)"
+        if os.environ.get("CUDNN_HOME"):
+            fix = "unset CUDNN_HOME"
+        else:  # somebody has loaded another one before
+            fix = "import megatron_cp before transformer_engine"
         raise ConfigError([Violation("", "error", "cuDNN", message, fix)])
     try:
         wheel = metadata.version("transformer-engine-cu13")

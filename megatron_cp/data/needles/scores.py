@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,9 +27,6 @@ class Score:
     @property
     def share(self) -> float:
         return self.exact / self.samples
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def scores_of(source: NeedleSource, correct: np.ndarray, tokens: np.ndarray) -> list[Score]:

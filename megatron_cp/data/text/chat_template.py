@@ -39,9 +39,6 @@ class EncodedDialogue(NamedTuple):
     left_out: int | None
 
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # in the folder of a tokenizer or an export
-
-
 class ChatTemplate:
     """Chat template of a tokenizer, by default the one in the tokenizer's files.
 

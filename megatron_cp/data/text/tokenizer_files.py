@@ -13,6 +13,7 @@ from megatron_cp.common.errors import DataError, readable
 from megatron_cp.common.input_files import decode_text, read_bytes, read_json, special_files
 from megatron_cp.config.names import NAME
 
+CHAT_TEMPLATE = "chat_template.jinja"  # a file beside the tokenizer's; it replaces the template in their settings
 _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -96,7 +97,7 @@ def chat_templates(path: Path) -> dict[str, str]:
             if not (isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("name", "template"))):
                 raise DataError(f"{file}: chat_template: must be a string. Fix: restore the file")
             found[each["name"]] = each["template"]
-    file = folder / "chat_template.jinja"
+    file = folder / CHAT_TEMPLATE
     if os.path.exists(file):
         with readable(file):
             found["default"] = decode_text(read_bytes(file), file)

@@ -270,12 +270,16 @@ def test_checks_that_need_a_driver_are_skipped_without_one(run, monkeypatch):
 def test_libraries_that_cannot_be_imported(tmp_path, monkeypatch):
     (tmp_path / "dies.py").write_text("import os; os.abort()")
     (tmp_path / "fails.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "refused.py").write_text("raise ValueError('error: two versions\\n    fix: unset CUDNN_HOME')")
     (tmp_path / "torch.py").write_text("")  # for speed
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    tried = [Library(name, "1", module=name) for name in ("dies", "fails", "json")] + [Library("absent", None, "", "x")]
+    tried = [Library(name, "1", module=name) for name in ("dies", "fails", "refused", "json")] + [
+        Library("absent", None, "", "x")
+    ]
     assert doctor._try(tried) == {
         "dies": "exit code -6",
         "fails": "OSError: libcudart.so.13: cannot open shared object file",
+        "refused": "ValueError: error: two versions; fix: unset CUDNN_HOME",
     }
 
 

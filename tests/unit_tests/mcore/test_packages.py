@@ -89,7 +89,11 @@ def test_wheels_built_for_a_newer_cudnn_are_refused(
         packages._check_cudnn()
 
 
-def test_two_versions_of_cudnn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "fix"), [("/machine", "fix: unset CUDNN_HOME"), ("", "fix: import megatron_cp before")]
+)
+def test_two_versions_of_cudnn_are_refused(variable: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_folders_of_cudnn", lambda: ["/machine", "/pytorch"])
-    with pytest.raises(ConfigError, match="two versions are loaded, and kernels fail: from /machine and /pytorch"):
+    monkeypatch.setenv("CUDNN_HOME", variable)
+    with pytest.raises(ConfigError, match=rf"kernels fail: from /machine and /pytorch\s+{fix}"):
         packages._check_cudnn()
