@@ -33,8 +33,8 @@ def test_one_wrong_token_spoils_an_answer() -> None:
         ("variables:2", 600, None, 3),
         ("variables:2", 1024, None, 2),
     ]
+    digits = 6  # with the space
     assert (found[0].samples, found[0].tokens, found[0].correct) == (3, 3 * digits, 3 * digits - 1)
-    assert asdict(found[0]) | found[4].as_dict() == found[4].as_dict()
 
 
 def test_the_table_has_a_row_for_each_length() -> None:
