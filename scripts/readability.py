@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])["')\]]*\s+(?=["'(\[]?[A-Z0-9])""")
 
 def pages() -> list[Path]:
     """List README, CONTRIBUTING, CHANGELOG, SECURITY, the benchmarks' page and every docs page."""
-    return [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("benchmarks/**/*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def sentences(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -15,6 +16,10 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
     "benchmarks/README.md": "project/benchmarks.md",
+    **{
+        f"benchmarks/results/{path.name}": f"project/results/{path.name}"
+        for path in sorted((ROOT / "benchmarks/results").glob("*.md"))
+    },
     "3rdparty/README.md": "project/third_party.md",
 }
 LINKS = {**PAGES, "README.md": "index.md"}
@@ -35,11 +40,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Convert links between docs/ and the repository's other pages to links of the site."""
-    outside = page.file.src_uri in PAGES.values()
-    for source, target in LINKS.items():
-        up = r"(?:\.\./)*" if outside else r"(?:\.\./)+"
-        markdown = re.sub(rf"\]\({up}{re.escape(source)}(#[\w-]+)?\)", rf"](../{target}\1)", markdown)
-    if outside:
-        markdown = re.sub(r"\]\((?:\.\./)?docs/", "](../", markdown)
-        markdown = re.sub(r"\[([^\]]+)\]\((?!http|#|\.\./)[^)]*\)", r"\1", markdown)  # other files of the repository
-    return markdown
+    here = page.file.src_uri
+    outside = {target: source for source, target in PAGES.items()}
+    source = outside.get(here, f"docs/{here}")
+
+    def convert(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[2]))
+        target = LINKS.get(path, path.removeprefix("docs/"))
+        if target == path:  # another file of the repository
+            return link[1] if here in outside else link[0]
+        return f"[{link[1]}]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{link[3] or ''})"
+
+    return re.sub(r"\[([^\]]+)\]\((?!http|#)([^)#\s]+)(#[\w-]+)?\)", convert, markdown)

@@ -12,7 +12,7 @@ from megatron_cp.rules import check
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 COMMANDS = ROOT / "docs/start/gpus.md"  # the page of the command for GPUs
-DOCS = [ROOT / "benchmarks/README.md", ROOT / "3rdparty/README.md", *ROOT.glob("docs/**/*.md")]
+DOCS = [*ROOT.glob("benchmarks/**/*.md"), ROOT / "3rdparty/README.md", *ROOT.glob("docs/**/*.md")]
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS])
 
 
@@ -69,3 +69,15 @@ def test_every_repair_is_listed() -> None:
     assert len(repairs) == len(re.findall(r"^    _\w+\(\)$", patches, flags=re.MULTILINE)) >= 1
     for path, line in repairs:
         assert re.search(rf"`{re.escape(path)}:[\d, ]*\b{line}\b", page), f"{path}:{line}"
+
+
+def test_each_result_of_a_benchmark_has_a_command_a_date_and_a_commit() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text()
+    tables = re.findall(r"^\| claim \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    rows = [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()]
+    assert len(rows) >= 20
+    for row in rows:
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d, [0-9a-f]{8}", row[-1]), row
+        assert re.search(r"`(benchmarks/|-)|the same|all sections", row[-2]), row
+    for script in re.findall(r"benchmarks/\w+\.\w+", page):
+        assert (ROOT / script).exists(), script
