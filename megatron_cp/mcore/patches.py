@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_cp.mcore import in_place
+
 
 def apply() -> None:
     """Install all patches; called once, after the import of megatron.core (``hook``)."""
@@ -21,6 +23,7 @@ def apply() -> None:
     _optimizer_state_of_several_buckets_is_saved_whole()
     _gradient_norms_are_exact()
     _packs_are_rotated_without_waiting()
+    in_place.apply()
 
 
 def _distributed_optimizer_loads_torch_adam() -> None:

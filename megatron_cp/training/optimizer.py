@@ -53,7 +53,19 @@ def build_optimizer(
     if chosen.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             each.init_state_fn = _allocate_momentum  # megatron-core calls it on load, but has none for SGD
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _use_one_kernel(each.optimizer)
     return optimizer
+
+
+def _use_one_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam update a tensor in one pass over memory.
+
+    megatron-core takes torch's where neither Transformer Engine nor Apex is installed, and has no setting for this.
+    """
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            group["fused"] = True
 
 
 def _allocate_momentum(optimizer: torch.optim.Optimizer, config: CoreOptimizerConfig | None = None) -> None:
