@@ -110,7 +110,10 @@ class Bench:
     def compare(
         self, baseline: Callable[[], None], calls: dict[str, Callable[[], None]], whole: bool = True
     ) -> tuple[Sample, dict[str, str]]:
-        """Return the ratio of each call to the baseline. With ``whole`` one process runs the baseline on all data."""
+        """Return the ratio of each call to the baseline.
+
+        With ``whole`` one process runs the baseline on all data.
+        """
         rounds: list[tuple[Sample, dict[str, Sample]]] = []
         for _ in range(self.repeats + 1):
             rounds.append((self.time(baseline, alone=whole), {name: self.time(call) for name, call in calls.items()}))
@@ -147,7 +150,7 @@ class Shape:
         return f"S={self.tokens} heads={self.heads}/{self.kv_heads} dim={self.dim} {name}"
 
     def draw(self, device: torch.device) -> list[Tensor]:
-        """Draw query, key, value and output gradient of the whole sequence, [s, 1, heads, dim]."""
+        """Draw query, key, value and output gradient of the sequence, [s, 1, heads, dim]."""
         torch.manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return [torch.randn(self.tokens, 1, h, self.dim).to(device, self.dtype) for h in heads]
@@ -243,7 +246,10 @@ def bench_packed(bench: Bench, shape: Shape) -> None:
 
 @contextmanager
 def slow_network(seconds: float, overlap: bool) -> Iterator[None]:
-    """Delay every hop by ``seconds``. Without ``overlap`` the rank waits for it before it computes."""
+    """Delay every hop by ``seconds``.
+
+    Without ``overlap`` the rank waits for it before it computes.
+    """
     original = comm.hop
 
     class Late(comm.PendingReceive):
@@ -312,7 +318,10 @@ def bench_where(bench: Bench, shapes: list[Shape]) -> None:
 
 @contextmanager
 def stopwatches() -> Iterator[dict[str, float]]:
-    """Measure seconds in kernels, in adding partial results, and in starting and awaiting exchanges."""
+    """Measure seconds in kernels, in merging results and in exchanges.
+
+    Exchanges count while they are started and awaited.
+    """
     spent = {"kernel": 0.0, "add": 0.0, "exchange": 0.0}
     watched = [
         (CpuFlash, "forward", "kernel"),
@@ -347,7 +356,10 @@ def stopwatches() -> Iterator[dict[str, float]]:
 
 
 def bench_pytorch(bench: Bench, shape: Shape) -> None:
-    """Time PyTorch's ring template. PyTorch has no CPU path for it, so it gets the CPU kernel here."""
+    """Time PyTorch's ring template.
+
+    PyTorch has no CPU path for it, so it gets the CPU kernel here.
+    """
     bench.log("\n## PyTorch's own ring template with the same kernel, relative to our ring")
     if bench.device.type != "cpu":
         bench.log("on CPUs only: elsewhere use PyTorch's context_parallel")

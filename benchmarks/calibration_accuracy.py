@@ -46,7 +46,10 @@ _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
 
 
 def layout(**settings: Any) -> dict[str, Any]:
-    """Return settings of a layout. ``tp``, ``pp`` and ``cp`` are sizes, other names those of the model's settings."""
+    """Return settings of a layout.
+
+    ``tp``, ``pp`` and ``cp`` are sizes, other names those of the model's settings.
+    """
     found = {}
     for name, value in settings.items():
         found["model__" + (f"{_SIZES[name]}_parallel_size" if name in _SIZES else name)] = value

@@ -74,7 +74,10 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def save(run: Run, folder: str, summed: bool) -> None:
-    """Save a checkpoint. Without checksums torch computes its archives' CRC-32, which nothing compares."""
+    """Save a checkpoint.
+
+    Without checksums torch computes its archives' CRC-32, which nothing compares.
+    """
     before = checkpoint_writer.SummingTransforms, checkpoint_writer.write_checksums
     set_crc32 = torch.serialization.set_crc32_options
     if not summed:

@@ -42,7 +42,10 @@ BOUND = 100.0  # times and parts of what the presets say that a rate may be, bes
 
 
 def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[float], CostModel]:
-    """What a sample of ``size`` tokens costs in each round, and the model's costs by the preset."""
+    """Return a sample's seconds in each round, and the costs by the preset.
+
+    The sample has ``size`` tokens.
+    """
     many = argparse.Namespace(**vars(options) | {"tokens": size * options.microbatches})
     config = config_of(options.model, size, options.attention, options.recompute, many)
     found = []
@@ -55,7 +58,10 @@ def seconds_a_microbatch(size: int, options: argparse.Namespace) -> tuple[list[f
 
 
 def rates(before: Device, prior: CostModel, fit: Fit) -> dict[str, Any]:
-    """The device file that the fitted cost model amounts to, where ``prior`` was derived from ``before``."""
+    """Return the device file that equals the fitted cost model.
+
+    ``prior`` was derived from ``before``.
+    """
 
     def factor(term: str) -> float:
         return getattr(fit.cost, term) / getattr(prior, term) if getattr(prior, term) else 1.0

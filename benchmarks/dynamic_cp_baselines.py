@@ -12,13 +12,19 @@ from megatron_cp.dynamic_cp.scheduler.problem import make_problem
 
 
 def greedy(lengths: np.ndarray, num_ranks: int, max_seqlen_per_rank: int, cost: CostModel) -> Schedule:
-    """Schedule by the greedy rule of Megatron-LM's development branch, reimplemented. Power-of-two ranks."""
+    """Schedule by the greedy rule of Megatron-LM's development branch.
+
+    Reimplemented. Groups have power-of-two ranks.
+    """
     problem = make_problem(lengths, num_ranks, max_seqlen_per_rank, 1, cost, 1)
     return Schedule(num_ranks, max_seqlen_per_rank, greedy_per_microbatch(problem))
 
 
 def shipped_scheduler(num_ranks: int, max_seqlen_per_rank: int) -> Any:
-    """Schedule by megatron-core 0.19's own BalancedCPScheduler, without process groups."""
+    """Schedule by megatron-core 0.19's BalancedCPScheduler.
+
+    Without process groups.
+    """
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class Ranks:
@@ -44,10 +50,11 @@ def shipped_seconds(assignment: list[list[list[int]]], lengths: np.ndarray, cost
 
 
 def lower_bound(lengths: np.ndarray, num_ranks: int, max_seqlen_per_rank: int, cost: CostModel) -> float:
-    """Return a lower bound of the seconds of a step: evenly spread work, or the costliest sample.
+    """Return a lower bound of the seconds of a step.
 
-    The work is attention at the smallest CP size that a sample fits (short tiles included), the linear part, and the
-    overhead of the fewest possible microbatches. Communication is free. The costliest sample runs on its best CP size.
+    It is evenly spread work, or the costliest sample. The work is attention at the smallest CP size that a sample fits
+    (short tiles included), the linear part, and the overhead of the fewest possible microbatches. Communication is
+    free. The costliest sample runs on its best CP size.
     """
     sizes = [1 << i for i in range(num_ranks.bit_length())]
     s = lengths.astype(np.float64)

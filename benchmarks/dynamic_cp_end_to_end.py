@@ -210,7 +210,10 @@ def compare(distribution: str, options: argparse.Namespace) -> None:
 
 
 def _ratios(theirs: list[float], ours: list[float], pairs: range | None) -> list[float]:
-    """Return ratios of each round on the same samples, or to the median where ``theirs`` ran other rounds."""
+    """Return ratios of each round on the same samples.
+
+    Ratios are to the median where ``theirs`` ran other rounds.
+    """
     if pairs is not None:
         return [theirs[index] / ours[index] for index in pairs]
     return [seconds / statistics.median(ours) for seconds in theirs]

@@ -12,8 +12,9 @@ from megatron_cp.dynamic_cp.types import Group
 
 
 def greedy_per_microbatch(problem: Problem) -> list[list[Group]]:
-    """Return microbatches by the greedy rule. The problem's group sizes must double from level to level.
+    """Return microbatches by the greedy rule.
 
+    The problem's group sizes must double from level to level.
     The longest remaining sample opens each microbatch, on the fewest ranks that hold it. Its cost plus 5 % limits every
     group. Each further sample, longest first, joins a group or opens one, of any size that holds it, so that the
     largest group cost is smallest (ties: the smaller group). A sample that fits nowhere moves to the next microbatch.

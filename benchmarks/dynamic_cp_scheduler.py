@@ -91,7 +91,10 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def balance(cost_name: str, seeds: int, step: int) -> bool:
-    """Print the imbalance of every scheduler on the grid. Return whether all targets are met."""
+    """Print the imbalance of every scheduler on the grid.
+
+    Returns whether all targets are met.
+    """
     cost = cost_preset(cost_name)
     table: dict[tuple[str, str], list[float]] = defaultdict(list)
     up_to_256: dict[str, list[float]] = defaultdict(list)
@@ -158,7 +161,10 @@ def balance(cost_name: str, seeds: int, step: int) -> bool:
 
 
 def against_greedy(seeds: int, step: int) -> bool:
-    """Print seconds of a step over the greedy rule's, for every cost preset. Return whether none is over 1.01."""
+    """Print seconds of a step over the greedy rule's, for every cost preset.
+
+    Returns whether none is over 1.01.
+    """
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
     for distribution, longest, ranks, tokens, count in GRID[::step]:
         for seed in range(seeds):
@@ -214,7 +220,10 @@ def against_static(seeds: int, step: int) -> bool:
 
 
 def best_time(run: Callable[[], Any], repeats: int) -> float:
-    """Return the CPU seconds of the fastest of a few runs, the one that other programs disturbed least."""
+    """Return the CPU seconds of the fastest of a few runs.
+
+    Other programs disturbed it least.
+    """
     times = []
     for _ in range(repeats):
         begin = time.process_time()

@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 
 def run_on_ranks(size: int, run: Callable[..., None], *args: Any) -> None:
-    """Fork ``size`` ranks, start torch.distributed and call ``run(*args)`` on each. Exit with 1 if one fails."""
+    """Fork ``size`` ranks and call ``run(*args)`` on each.
+
+    torch.distributed is started before. Exits with 1 if one fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=_rank, args=(k, size, f"{folder}/store", run, args)) for k in range(size)]

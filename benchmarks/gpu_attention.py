@@ -74,9 +74,9 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int) -> Inputs:
 
 
 def ring_of_one(rank: int, size: int, pack: Layout | None = None, by_te: bool = False) -> Attention:
-    """Return what ``rank`` of a ring of ``size`` launches for its shard of a sequence or of a ``pack``.
+    """Return what ``rank`` of a ring of ``size`` launches for its shard.
 
-    ``by_te``: use Transformer Engine's kernels instead of PyTorch's.
+    The shard is one of a sequence or of a ``pack``. ``by_te``: use Transformer Engine's kernels instead of PyTorch's.
     """
     peers = Peers(None, rank, size)
 
@@ -109,7 +109,10 @@ def one_by_one(lengths: Sequence[int]) -> Attention:
 
 
 def uneven(size: int, count: int) -> tuple[int, ...]:
-    """Return lengths of ``count`` sequences, ``size`` tokens in total, the longest about four times the shortest."""
+    """Return lengths of ``count`` sequences, ``size`` tokens in total.
+
+    The longest is about four times the shortest.
+    """
     step = next(step for step in (7, 5, 3, 1) if math.gcd(step, count) == 1)
     shares = [1 + 3 * (step * index % count) / max(1, count - 1) for index in range(count)]
     ends = [round(size * end / sum(shares)) for end in accumulate(shares)]
@@ -117,7 +120,10 @@ def uneven(size: int, count: int) -> tuple[int, ...]:
 
 
 def transformer_engine(heads: int, kv_heads: int, dim: int, pack: Sequence[int] | None = None) -> Attention | None:
-    """Return Transformer Engine's attention, of a ``pack`` of these lengths. None without it or without a GPU."""
+    """Return Transformer Engine's attention, of a ``pack`` of these lengths.
+
+    None without it or without a GPU.
+    """
     if not torch.cuda.is_available():
         return None
     try:
@@ -145,7 +151,10 @@ def transformer_engine(heads: int, kv_heads: int, dim: int, pack: Sequence[int] 
 
 
 def seconds_of(attention: Attention, given: Inputs, with_host: bool = False) -> tuple[float, float]:
-    """Return seconds of one run, forward and forward plus backward: of the GPU, unless ``with_host``."""
+    """Return seconds of one run, forward and forward plus backward.
+
+    They are the GPU's, unless ``with_host``.
+    """
     for x in given:
         x.grad = None
     if torch.cuda.is_available() and not with_host:
@@ -198,7 +207,10 @@ def usable(ways: Ways) -> Ways:
 
 
 def measure(ways: Ways, repeats: int, with_host: bool = False) -> dict[str, tuple[list[float], list[float]]]:
-    """Return seconds of each kernel in each round, forward and both, after one warm-up round."""
+    """Return seconds of each kernel in each round, forward and both.
+
+    There is one warm-up round.
+    """
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
     for index in range(repeats + 1):
         for name, (attention, given) in ways.items():
@@ -208,7 +220,10 @@ def measure(ways: Ways, repeats: int, with_host: bool = False) -> dict[str, tupl
 
 
 def ratio(times: list[float], others: list[float], factor: float = 1.0) -> str:
-    """Format ``factor`` times the ratio of times: median of the rounds, smallest and largest."""
+    """Format ``factor`` times the ratio of times.
+
+    Median of the rounds, smallest and largest.
+    """
     each = [factor * a / b for a, b in zip(times, others, strict=True)]
     return f"{statistics.median(each):.3f} [{min(each):.3f} {max(each):.3f}]"
 
@@ -266,7 +281,10 @@ def print_rates(
     ways: Sequence[str],
     beside: Sequence[str],
 ) -> None:
-    """Print the rows of the measured ``ways``, each relative to the first measured one of ``beside``."""
+    """Print the rows of the measured ``ways``.
+
+    Each is relative to the first measured one of ``beside``.
+    """
     for way in ways:
         if way in found:
             forward, both = found[way]

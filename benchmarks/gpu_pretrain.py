@@ -76,9 +76,9 @@ def wait() -> None:
 
 
 def matmul_rates(size: int, seconds: float) -> tuple[float, float]:
-    """Return the FLOP/s of products of square matrices: initially, and after ``seconds`` of them; medians.
+    """Return the FLOP/s of products of square matrices.
 
-    In bf16 on a GPU, in float32 as the recipes use it on a CPU.
+    Medians: initially, and after ``seconds`` of them. In bf16 on a GPU, in float32 as the recipes use it on a CPU.
     """
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
@@ -100,7 +100,10 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
 
 
 def print_matmul_rates(size: int, seconds: float) -> float:
-    """Measure the rates of matrix products, print them with the device, and return the sustained rate."""
+    """Measure the rates of matrix products and print them with the device.
+
+    Returns the sustained rate.
+    """
     first, lasting = matmul_rates(size, seconds)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
@@ -111,7 +114,10 @@ def print_matmul_rates(size: int, seconds: float) -> float:
 
 
 def config_of(model: str, size: int, attention: str, recompute: str, options: argparse.Namespace) -> RunConfig:
-    """Return the configuration of a case: a published model on one rank, with mock data."""
+    """Return the configuration of a case.
+
+    It is a published model on one rank, with mock data.
+    """
     recipe, overrides = MODELS[model]
     settings = [
         *overrides,
@@ -157,9 +163,9 @@ def running(config: RunConfig) -> Iterator[tuple[Run, Steps, int]]:
 
 
 def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]:
-    """Yield the operations of a step, then the seconds of each step, warm-up steps included.
+    """Yield the operations of a step, then the seconds of each step.
 
-    With ``profiles`` one further step is profiled into this folder instead of measured.
+    Warm-up steps are included. With ``profiles`` one further step is profiled into this folder instead of measured.
     """
     with running(config) as (run, steps, rows):
         yield training_flops(config.model, rows, [config.dataset.seq_length] * config.train.global_batch_size)
@@ -177,7 +183,10 @@ def steps_of(config: RunConfig, profiles: Path | None = None) -> Iterator[float]
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """Return a step's seconds, the device's included. Python's garbage is collected before, not during the step."""
+    """Return a step's seconds, the device's included.
+
+    Python's garbage is collected before, not during the step.
+    """
     gc.collect()
     wait()
     began = time.perf_counter()
@@ -209,7 +218,10 @@ def measure(model: str, size: int, attention: str, recompute: str, peak: float, 
 
 
 def error_cell(error: Exception) -> str:
-    """Return a failed case's cell. The traceback of an unexpected error goes to standard error."""
+    """Return a failed case's cell.
+
+    The traceback of an unexpected error goes to standard error.
+    """
     if isinstance(error, ConfigError):
         return error.violations[0].message
     # Extensions raise a plain RuntimeError in place of torch's OutOfMemoryError.

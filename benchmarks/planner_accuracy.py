@@ -106,7 +106,10 @@ def predict(row: Row, change: Change = lambda device: device) -> float:
 
 
 def speedup(row: Row, job: Job, device: Device) -> float:
-    """Return the speedup of a step on as many GPUs; without pipeline, as its size is not published."""
+    """Return the speedup of a step on as many GPUs.
+
+    Without pipeline, as its size is not published.
+    """
 
     def per_gpu(tp: int, cp: int, recompute: bool) -> float:
         model = replace(
@@ -223,7 +226,7 @@ def table(found: Sequence[Outcome]) -> list[str]:
 
 
 def regrets(found: Sequence[Outcome]) -> list[str]:
-    """Compare the layout predicted to be fastest with the fastest measured layout of each job."""
+    """Compare the predicted fastest layout of each job with the measured one."""
     same = ("source", "metric", "model", "hidden", "layers", "seq_len", "gpus", "gpu_type", "gbs", "precision")
     groups: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     for each in found:

@@ -312,7 +312,10 @@ def job_of(row: Row) -> tuple[Job, Device]:
 
 
 def _interleaved(layers: int, stages: int) -> int:
-    """Return the default of virtual stages: the most, up to eight, that divide a stage's layers."""
+    """Return the default of virtual stages.
+
+    It is the most, up to eight, that divide a stage's layers.
+    """
     each = -(-layers // stages)
     return max(size for size in range(1, 9) if each % size == 0) if stages > 1 else 1
 
@@ -324,7 +327,10 @@ def shape_name(row: Row) -> str:
 def transport_of(
     row: Row, cp: int, shape: Mapping[str, Any], tp: int, default: str = "p2p"
 ) -> tuple[str, list[int] | None]:
-    """Return a row's transport and its levels. Latent attention exchanges heads: it has many keys and values."""
+    """Return a row's transport and its levels.
+
+    Latent attention exchanges heads: it has many keys and values.
+    """
     if cp == 1:
         return "p2p", None
     latent = shape.get("multi_latent_attention")

@@ -23,7 +23,7 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])["')\]]*\s+(?=["'(\[]?[A-Z0-9])""")
 
 
 def pages() -> list[Path]:
-    """List README, CONTRIBUTING, CHANGELOG, SECURITY, the benchmarks' page and every docs page."""
+    """List README, CONTRIBUTING, CHANGELOG, SECURITY, benchmarks' and docs pages."""
     return [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("benchmarks/**/*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 

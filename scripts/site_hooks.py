@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert links between docs/ and the repository's other pages to links of the site."""
+    """Convert links between docs/ and the repository's pages to links of the site."""
     here = page.file.src_uri
     outside = {target: source for source, target in PAGES.items()}
     source = outside.get(here, f"docs/{here}")

@@ -57,7 +57,10 @@ def _run(arguments: list[str]) -> tuple[int, str, str]:
 
 
 def _run_on_ranks(arguments: list[str]) -> str:
-    """Run ``megatron-cp COMMAND -n N ...`` on N forked ranks; return what the first one prints."""
+    """Run ``megatron-cp COMMAND -n N ...`` on N forked ranks.
+
+    Returns what the first rank prints.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("-n", type=int, default=1)
     number, rest = parser.parse_known_args(arguments)
@@ -86,7 +89,10 @@ def parameters(arguments: list[str]) -> Measured:
 
 
 def count_parameters(recipe: str) -> int:
-    """Build the whole model without memory for weights; count the parameters, vocabulary padding included."""
+    """Count the whole model's parameters, vocabulary padding included.
+
+    The model is built without memory for weights.
+    """
     config = on_single_rank(load_recipe(recipe))
     core = transformer_config(config.model, config.mixed_precision, None)
     core.perform_initialization = core.use_cpu_initialization = False
@@ -101,7 +107,10 @@ _ROW = re.compile(r"^(\S.*?)(?:, step (\d+))?(?::.*?)? {2,}(?:.* )?(\S+) +(\d\.\
 
 
 def verify(arguments: list[str]) -> Measured:
-    """Measure the losses and differences that ``verify`` prints; ``verify`` itself checks that they are equal."""
+    """Measure the losses and differences that ``verify`` prints.
+
+    ``verify`` itself checks that they are equal.
+    """
     out = _run_on_ranks(arguments)
     differences: dict[str, float] = {}
     shown: dict[str, float] = {}
@@ -142,7 +151,10 @@ def measure(kind: str, command: str) -> Measured:
 
 
 def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """List numbers that differ by more than rounding. ``verify`` itself checks differences between layouts."""
+    """List numbers that differ by more than rounding.
+
+    ``verify`` itself checks differences between layouts.
+    """
     wrong = [] if expected.keys() == found.keys() else [f"names: {list(expected)} and {list(found)}"]
     for name in (expected.keys() & found.keys()) - {"worst_differences"}:
         a, b = expected[name], found[name]

@@ -51,7 +51,10 @@ _EARLY = ("functional_tests", "unit_tests/training", "unit_tests/verify", "unit_
 
 
 def _import_transformer_engine(capability: float) -> None:
-    """Import it without starting CUDA here: beside flash-attn its import asks for the GPU's capability."""
+    """Import Transformer Engine without starting CUDA here.
+
+    Beside flash-attn its import asks for the GPU's capability.
+    """
     major, minor = str(capability).split(".")
     gpu = SimpleNamespace(major=int(major), minor=int(minor))
     with (

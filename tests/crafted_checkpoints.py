@@ -34,7 +34,10 @@ def saved(value: Any, protocol: int = 2) -> bytes:
 
 
 def replace_object(folder: Path, name: str, content: bytes) -> None:
-    """Make the index list other bytes for an object; update the checksums of altered files."""
+    """Make the index list other bytes for an object.
+
+    Updates the checksums of altered files.
+    """
     index = read_index(folder)
     for key in index.storage_data:
         if key.fqn.startswith(f"{name}/"):

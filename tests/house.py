@@ -58,7 +58,10 @@ def files_of_folders() -> Counter[str]:
 
 
 def import_circle() -> list[str]:
-    """Return modules that import each other, also within functions; empty without a cycle."""
+    """Return modules that import each other, also within functions.
+
+    Empty without a cycle.
+    """
     graph = {name: _imports(name) for name in modules()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -97,12 +100,18 @@ def _words() -> dict[Path, frozenset[str]]:
 
 
 def files_that_write(names: Iterable[str]) -> dict[str, list[Path]]:
-    """Return the files whose texts contain each name as a word, with or without its declaration."""
+    """Return the files that contain each name as a word.
+
+    With or without its declaration.
+    """
     return {name: [path for path, words in _words().items() if name in words] for name in names}
 
 
 def files_that_write_a_transport() -> list[Path]:
-    """Return the files whose texts contain a transport's name, except the transports' own."""
+    """Return the files that contain a transport's name.
+
+    The transports' own files are left out.
+    """
     own = {modules()[transport.run.partition(":")[0]] for transport in TRANSPORTS.values()}
     return sorted({path for paths in files_that_write(TRANSPORTS).values() for path in paths} - own)
 
@@ -124,7 +133,10 @@ def functions_given(kind: str) -> list[str]:
 
 
 def upstream_names(path: Path) -> dict[str, str]:
-    """Return names from packages other than ours and Python's: local name to dotted name."""
+    """Return names from packages other than ours and Python's.
+
+    Local name to dotted name.
+    """
     found = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and _is_upstream(node.module):
@@ -155,9 +167,10 @@ def _root(node: ast.AST) -> str:
 
 
 def private_upstream_names(path: Path) -> set[str]:
-    """Return private names of other packages that a module imports, or reads or sets on their objects.
+    """Return private names of other packages that a module uses.
 
-    Includes methods and attributes of other packages' classes that a class of the module overrides, calls or reads.
+    It imports them, or reads or sets them on their objects. Includes methods and attributes of other packages' classes
+    that a class of the module overrides, calls or reads.
     """
     taken = upstream_names(path)
     found = {name.rpartition(".")[2] for name in taken.values() if is_private(name)} | private_reads(path)
@@ -172,7 +185,7 @@ def private_upstream_names(path: Path) -> set[str]:
 
 
 def private_reads(path: Path) -> set[str]:
-    """Return private attributes of objects that belong neither to the package nor to Python."""
+    """Return private attributes of objects of neither the package nor Python."""
     public = {"_replace", "_asdict", "_fields", "_make"}  # NamedTuple's
     return {
         node.attr
@@ -205,7 +218,10 @@ def _own_names() -> frozenset[str]:
 
 @cache
 def _private_names_of(dotted: str) -> frozenset[str]:
-    """Return private methods of a class and its bases, and the attributes that they set on ``self``."""
+    """Return private methods of a class and its bases.
+
+    Also the attributes that they set on ``self``.
+    """
     module, _, name = dotted.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     found = {each for each in dir(kind) if is_private(each)}
@@ -216,9 +232,9 @@ def _private_names_of(dotted: str) -> frozenset[str]:
 
 
 def upstream_patches(path: Path) -> set[str]:
-    """Return names that a module sets in other packages' modules and classes, or in ``sys.modules``.
+    """Return names that a module sets in other packages, or in ``sys.modules``.
 
-    ``*`` stands for several names.
+    In modules and classes of those packages. ``*`` stands for several names.
     """
     found, taken = set(), upstream_names(path).keys()
     for node in ast.walk(tree(path)):
@@ -238,12 +254,18 @@ def upstream_patches(path: Path) -> set[str]:
 
 @cache
 def reach() -> dict[str, set[str]]:
-    """Return, for each module, the private names of other packages that it uses, and the names that it sets there."""
+    """Return the private names that each module uses and sets.
+
+    They are names of other packages.
+    """
     return {name: private_upstream_names(path) | upstream_patches(path) for name, path in modules().items()}
 
 
 def collectives(path: Path) -> list[str]:
-    """Return the functions of torch.distributed that a module uses to exchange values between ranks."""
+    """Return the functions of torch.distributed that exchange values between ranks.
+
+    Only those that the module uses.
+    """
     exchange = re.compile(
         r"(?:\bdist|torch\.distributed)\."
         r"((?:all_|batch_|broadcast|gather|i?recv|i?send|monitored_|reduce|scatter|barrier)\w*|all_to_all\w*)"

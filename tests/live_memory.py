@@ -63,7 +63,7 @@ class LiveMemory(TorchDispatchMode):
             self._see(tensor, Origin(kind, "", "", tuple(tensor.shape)))
 
     def see_batches(self, microbatches: Any) -> None:
-        """What is read of the data is made by other threads."""
+        """Record the tensors of a batch, which other threads have made."""
         for microbatch in microbatches:
             values = microbatch if isinstance(microbatch, dict) else vars(microbatch)
             for value in values.values():
@@ -80,7 +80,7 @@ class LiveMemory(TorchDispatchMode):
         return output
 
     def _claim(self, args: Any) -> None:
-        """What another pipeline stage has sent is this one's residual stream as soon as a layer reads it."""
+        """Count a received tensor as the residual stream once a layer reads it."""
         for tensor in args:
             if isinstance(tensor, torch.Tensor):
                 known = self._live.get(id(tensor.untyped_storage()))
@@ -155,7 +155,10 @@ class LiveMemory(TorchDispatchMode):
 
 
 def states_of(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-    """What lives as long as the run: weights, gradients and the optimizer's state, by kind."""
+    """Return what lives as long as the run, by kind.
+
+    These are weights, gradients and the optimizer's state.
+    """
     for chunk in run.model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             if buffer.param_data is not None:

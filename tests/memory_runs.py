@@ -41,7 +41,7 @@ class Counted:
 
 
 def count(overrides: dict[str, Any], crowded: bool = False) -> Counted:
-    """The second step of a run, on this rank: then the optimizer has its state."""
+    """Measure the second step of a run on this rank: the optimizer has its state then."""
     run, batches = start(tiny_config(**overrides))
     load = route(run, crowded)
     train_step(run, next(batches).microbatches)
@@ -65,9 +65,9 @@ def _largest(peaks: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
 
 
 def route(run: Run, crowded: bool) -> float:
-    """Send each expert as many tokens, or all tokens to the first rank's; return the load of that rank.
+    """Send each expert as many tokens, or all tokens to the first rank's.
 
-    What a router chooses cannot be known in advance, and differs by layer.
+    Returns the load of that rank. What a router chooses cannot be known in advance, and differs by layer.
     """
     model = run.config.model
     ranks = model.expert_model_parallel_size if crowded else 1
@@ -93,7 +93,7 @@ def _tokens(microbatch: Any) -> int:
 def compare(
     world_size: int, overrides: dict[str, Any], crowded: bool = False
 ) -> list[tuple[Counted, Mapping[str, float]]]:
-    """For each pipeline stage, the rank that needs most and what is predicted of it."""
+    """Return each stage's rank that needs most memory, and the predicted bytes."""
     config = tiny_config(**overrides)
     ranks = run_ranks(count, world_size, overrides, crowded)
     stages = sorted({each.stage for each in ranks})
@@ -122,9 +122,10 @@ def job_of(config: RunConfig, world_size: int, found: Counted) -> Job:
 
 
 def errors(counted: Counted, predicted: Mapping[str, float]) -> dict[str, float]:
-    """Relative errors of the total and of each kind; of one below 2 % of the total, as a share of those 2 %.
+    """Return relative errors of the total and of each kind.
 
-    Where several moments hold almost as much, kinds are those of the moment that is most like the predicted one.
+    The error of a kind below 2 % of the total is a share of those 2 %. Where several moments hold almost as much, kinds
+    are those of the moment that is most like the predicted one.
     """
     found = {"total": sum(predicted.values()) / counted.peak - 1}
     return found | min((_of_kinds(each, predicted, 0.02 * counted.peak) for each in counted.moments), key=_worst)

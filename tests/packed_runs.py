@@ -54,7 +54,10 @@ def train_dataset(config: RunConfig) -> Any:
 
 
 def check_transports(run: Run) -> None:
-    """Check that every layer's packs used the configured transport: any other computes the same."""
+    """Check that every layer's packs used the configured transport.
+
+    Any other computes the same.
+    """
     kind = run.config.model.cp_comm_type
     for module in (module for chunk in run.model for module in chunk.modules()):
         if isinstance(module, ContextParallelAttention):
@@ -66,7 +69,10 @@ def check_transports(run: Run) -> None:
 def packed_losses(
     lengths: str, overrides: dict[str, Any], environment: str = "cpu", steps: int | None = None
 ) -> tuple[Losses, list[dict[int, int]], set[int]]:
-    """Return losses and groups by CP size of each step, and the number of microbatches of this rank."""
+    """Return each step's losses and groups by CP size.
+
+    Also the number of microbatches of this rank.
+    """
     config = packed_config(lengths, overrides)
     check_or_raise(config, dist.get_world_size(), environment=environment)
     tokenizer = build_tokenizer(config.tokenizer)
@@ -96,7 +102,10 @@ Packs = list[list[list[int]]]
 
 
 def packs_of(lengths: str, overrides: dict[str, Any]) -> Packs:
-    """Return the samples (numbers within the step) of each pack of each step, as these ranks train them."""
+    """Return the samples of each pack of each step, as these ranks train them.
+
+    Samples are numbered within the step.
+    """
     config = packed_config(lengths, overrides | {"model__dynamic_context_parallel_calibration_iters": 0})
     run, found = setup(config, build_tokenizer(config.tokenizer).vocab_size), []
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as steps:

@@ -23,7 +23,10 @@ _LENGTHS = [24, 60, 100, 17, 250, 128, 31, 200, 77, 256]
 
 
 def random_layouts(seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield world sizes and settings that differ from :func:`tests.training_runs.tiny_config`'s, endlessly."""
+    """Yield world sizes and settings, endlessly.
+
+    The settings differ from :func:`tests.training_runs.tiny_config`'s.
+    """
     draw = random.Random(seed)
     lengths = Path(tempfile.mkdtemp(prefix="lengths"), "lengths.txt")
     lengths.write_text("\n".join(map(str, _LENGTHS * 20)))

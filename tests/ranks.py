@@ -36,7 +36,7 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """Return a free port for a rendezvous, below the range of ephemeral ports (from 32768).
+    """Return a free port for a rendezvous, below the ephemeral ones (from 32768).
 
     The system may give an ephemeral port to a connection of another test before a rank listens on it.
     """
@@ -97,7 +97,7 @@ def _wait_for_other_ranks(folder: str, world_size: int, timeout: float) -> None:
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = _TIMEOUT, grace: float = 5.0
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` forked gloo ranks and return their results in rank order.
+    """Run ``fn(*args)`` on forked gloo ranks; return results in rank order.
 
     The default process group is initialized, unless the environment variable ``MEGATRON_CP_TEST_NO_INIT`` is set: for
     tests that start torch.distributed themselves, and whose ranks exit at any time. Results must be picklable.
@@ -151,7 +151,10 @@ def run_ranks(
 
 
 def _autograd_runs_for_a_gpu() -> bool:
-    """Return whether this process has autograd threads for a GPU; torch has no function for it."""
+    """Return whether this process has autograd threads for a GPU.
+
+    torch has no function for it.
+    """
     for name in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # a thread that has ended
             if name.read_text().startswith("pt_autograd"):
@@ -170,7 +173,10 @@ def _stacks(folder: str, rank: int) -> str:
 
 
 def _wait(pids: dict[int, int], folder: str, deadline: float, grace: float) -> dict[int, str]:
-    """Wait for all children. After a failure or the deadline, kill the others after a grace period."""
+    """Wait for all children.
+
+    After a failure or the deadline, kill the others after a grace period.
+    """
     alive, statuses = dict(pids), {}
     while alive:
         for pid in list(alive):

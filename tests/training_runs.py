@@ -21,7 +21,10 @@ VOCAB = 255  # no round number: the padded rows must not matter
 
 
 def tiny_config(**overrides: Any) -> RunConfig:
-    """Return a finalized float32 configuration; ``overrides`` are dotted names with ``__`` for the dot."""
+    """Return a finalized float32 configuration.
+
+    ``overrides`` are dotted names with ``__`` for the dot.
+    """
     config = RunConfig()
     defaults = {
         "model__num_layers": 4,
@@ -84,7 +87,7 @@ def train_losses(overrides: dict[str, Any], steps: int) -> Losses:
 
 
 def worst_difference(a: Losses, b: Losses) -> tuple[float, ...]:
-    """Return the largest relative difference of losses, gradient norms and router losses."""
+    """Return the largest relative difference of losses, norms and router losses."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     worst = ((x - y).abs() / y.abs()).max(dim=0).values
     return tuple(worst.tolist())

@@ -55,7 +55,7 @@ def arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float], bend
 
 
 def zigzag() -> None:
-    """Which rank holds which chunk of the sequence."""
+    """Draw which rank holds which chunk of the sequence."""
     drawing, (axis,) = figure(7, 1.6)
     for chunk in range(CHUNKS):
         cell(axis, chunk, 0, RANK_COLORS[owner(chunk)], f"{chunk}")
@@ -68,7 +68,10 @@ def zigzag() -> None:
 
 
 def score_matrix(axis: Axes, colors: dict[tuple[int, int], tuple[str, str]], title: str) -> None:
-    """Query chunks down, key chunks across; {(query, key): (color, text)}, the rest masked."""
+    """Draw query chunks down and key chunks across.
+
+    ``{(query, key): (color, text)}``; all other cells are masked.
+    """
     for query in range(CHUNKS):
         for key in range(CHUNKS):
             color, text = colors.get((query, key), ("#F4F4F4", ""))
@@ -82,7 +85,10 @@ def score_matrix(axis: Axes, colors: dict[tuple[int, int], tuple[str, str]], tit
 
 
 def computed(stop: int | None) -> dict[tuple[int, int], int]:
-    """{(query chunk, key chunk): the ring's stop at which it is computed}, read off the very plan that runs."""
+    """Return {(query chunk, key chunk): stop of the ring at which it is computed}.
+
+    The plan is the one that runs.
+    """
     layout, result = Layout.dense(CHUNKS * UNIT, RANKS), {}
     for rank in range(RANKS):
         for distance in range(RANKS) if stop is None else [stop]:
@@ -137,7 +143,7 @@ def all_gather() -> None:
 
 
 def heads_by_tokens(axis: Axes, colors: list[list[str]], title: str) -> None:
-    """Four heads down, four ranks' tokens across."""
+    """Draw four heads down and four ranks' tokens across."""
     for head, row in enumerate(colors):
         for part, color in enumerate(row):
             cell(axis, part, 3 - head, color)

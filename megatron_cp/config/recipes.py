@@ -85,7 +85,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def list_models() -> list[str]:
-    """Names of the published models that come with the package."""
+    """List the names of the published models that come with the package."""
     return sorted(path.stem for path in _library("configs/model").glob("*.yaml"))
 
 

@@ -117,7 +117,7 @@ class CostModel:
         return self.for_size(c).seconds(float(s @ s), float(s.sum())) + calls
 
     def calls(self, c: ArrayLike) -> np.ndarray:
-        """Kernel calls of one rank for one sample, of the same shape as ``c``."""
+        """Count one rank's kernel calls for one sample, in the shape of ``c``."""
         ranks = np.asarray(c)
         return np.where((ranks > 1) & self.messages.hops, ranks + 2, 1)
 

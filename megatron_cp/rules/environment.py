@@ -156,6 +156,6 @@ def _gpu_name() -> str | None:
 
 
 def _gpu_memory() -> float | None:
-    """GiB of the GPU that has least; None where the driver does not say."""
+    """Return the GiB of the smallest GPU; None where the driver does not say."""
     driver = read_driver()
     return min(gpu.memory for gpu in driver.gpus) / 2**30 if driver and driver.gpus else None

@@ -24,7 +24,10 @@ KEYS_ONLY = Transport(
 def keys_only_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
-    """Attend from this rank's queries to all ranks' keys and values, [s_local, b, h, d]; differentiable."""
+    """Attend from this rank's queries to all ranks' keys; differentiable.
+
+    Query, key and value are [s_local, b, h, d].
+    """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     keys = _Swap.apply(key.expand(peers.size, *key.shape), peers.group)
     allowed = _allowed(call, peers)[:, None, None]

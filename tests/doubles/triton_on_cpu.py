@@ -11,7 +11,10 @@ import torch
 
 
 def interpret() -> None:
-    """Make Triton interpret kernels, on tensors in host memory. Call it before anything imports Triton."""
+    """Make Triton interpret kernels, on tensors in host memory.
+
+    Call it before anything imports Triton.
+    """
     if "triton" in sys.modules:
         raise RuntimeError("Triton was imported already, and compiles its kernels")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +25,10 @@ def interpret() -> None:
 
 
 def _numbers_as_indices(interpreter: Any) -> None:
-    """Convert a kernel's numbers, arrays of one element, to indices: NumPy from 2.5 on rejects them."""
+    """Convert a kernel's numbers, arrays of one element, to indices.
+
+    NumPy from 2.5 on rejects them.
+    """
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -33,7 +39,10 @@ def _numbers_as_indices(interpreter: Any) -> None:
 
 
 def _bfloat16(interpreter: Any) -> None:
-    """Compute in bfloat16: NumPy has no bfloat16, and the interpreter would compute with its bits as integers."""
+    """Compute in bfloat16.
+
+    NumPy has no bfloat16, and the interpreter would compute with its bits as integers.
+    """
     tl, builder, handle = interpreter.tl, interpreter.InterpreterBuilder, interpreter.TensorHandle
     cast, dot, binary = builder.cast_impl, builder.create_dot, builder.binary_op
 

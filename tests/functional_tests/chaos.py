@@ -131,7 +131,10 @@ def strike_down(life: Life, strike: Strike, chain: Chain, draw: random.Random) -
 
 
 def continues(life: Life) -> bool:
-    """Return whether a run writes the numbers of another iteration; False if it ends instead."""
+    """Return whether a run writes the numbers of another iteration.
+
+    False if it ends instead.
+    """
     now = time.time_ns()
     return life.wait_until(lambda: life.has_trained_since(now))
 

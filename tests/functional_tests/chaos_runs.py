@@ -80,7 +80,7 @@ class Life:
         return self.has_trained_since(self._started_ns)
 
     def has_trained_since(self, nanoseconds: int) -> bool:
-        """Return whether the numbers of an iteration were written after this ``time.time_ns()``."""
+        """Return whether an iteration's numbers were written after this ``time_ns()``."""
         with suppress(FileNotFoundError):
             return (self.folder / "metrics.jsonl").stat().st_mtime_ns > nanoseconds
         return False
@@ -91,7 +91,10 @@ class Life:
         return any(self.folder.glob(".iter_*"))
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = STARTS_WITHIN) -> bool:
-        """Wait for a condition; return False if the launcher ends or the time is up before."""
+        """Wait for a condition.
+
+        Returns False if the launcher ends or the time is up before.
+        """
         deadline = time.monotonic() + seconds
         while not holds():
             if self.code is not None or time.monotonic() > deadline:
@@ -105,7 +108,10 @@ class Life:
         return [each for each in psutil.process_iter() if _is_marked(each, self._mark)]
 
     def targets(self, target: str) -> list[psutil.Process]:
-        """Return the processes called "all", "launcher" or "rank" (all ranks: the caller draws one)."""
+        """Return the processes called "all", "launcher" or "rank".
+
+        "rank" gives all ranks: the caller draws one.
+        """
         running = self.processes()
         if target == "all":
             return running
@@ -166,7 +172,10 @@ def send(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def tracebacks(text: str, launcher: str) -> list[str]:
-    """Return the last line of each traceback, except those that plain torchrun prints when a rank fails."""
+    """Return the last line of each traceback.
+
+    Except those that plain torchrun prints when a rank fails.
+    """
     found = []
     for block in text.split("Traceback (most recent call last):")[1:]:
         frames, last = [], "cut off"

@@ -116,7 +116,10 @@ def _classic(draw: Any, values: Overrides) -> Overrides:
 
 
 def _packed(draw: Any, values: Overrides) -> Overrides:
-    """Return samples of many lengths, packed: dynamic groups, or the configured group for all."""
+    """Return packed samples of many lengths.
+
+    Dynamic groups, or the configured group for all.
+    """
     dynamic = draw(st.booleans())
     return {
         "model__dynamic_context_parallel": dynamic,

@@ -95,17 +95,23 @@ class Soak:
 
     @property
     def worst(self) -> float:
-        """Return the largest relative difference of a loss from the uninterrupted run's."""
+        """Return a loss's largest relative difference from the uninterrupted run."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.uninterrupted, strict=True))
 
     @property
     def growth(self) -> float:
-        """Return the largest growth of a rank's memory over the last nine tenths of the uninterrupted run."""
+        """Return the largest growth of a rank's memory.
+
+        It is measured over the last nine tenths of the uninterrupted run.
+        """
         return max(end / early - 1 for early, end in self.rss)
 
 
 def live(folder: str, arguments: list[str], doom: Doom | None, iterations: int) -> tuple[int, list[int]]:
-    """Run one rank; return its exit code, and resident bytes at a tenth of all iterations and at the end."""
+    """Run one rank; return its exit code and resident bytes.
+
+    The bytes are those at a tenth of all iterations and at the end.
+    """
     from megatron_cp.training import loop
 
     rank, process = int(os.environ["RANK"]), psutil.Process()
@@ -125,7 +131,10 @@ def live(folder: str, arguments: list[str], doom: Doom | None, iterations: int) 
 
 
 def paragraphs(folder: Path) -> str:
-    """Return short tokenized texts of very different lengths: the paragraphs of a few modules."""
+    """Return short tokenized texts of very different lengths.
+
+    They are the paragraphs of a few modules.
+    """
     texts = [text for module in (argparse, json, random, socket) for text in inspect.getsource(module).split("\n\n")]
     lines = folder / "paragraphs.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))

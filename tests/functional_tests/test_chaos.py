@@ -25,7 +25,10 @@ def test_chaos(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, losses: list[float], saved: int) -> list[str]:
-    """List problems of a shell script that stands for a run with these losses and this newest checkpoint."""
+    """List problems of a shell script that stands for a run.
+
+    It has these losses and this newest checkpoint.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("0")

@@ -68,7 +68,7 @@ def test_a_changed_input_of_every_kind(folder: Path) -> None:
 
 
 def test_a_case_depends_on_its_number_alone(folder: Path, tmp_path: Path) -> None:
-    """A case alone equals the same case among others."""
+    """A case alone must equal the same case among others."""
     arguments = []
     for number in (3, 3):
         tally = fuzz_inputs.fuzz(100, seed=9, kinds=["overrides"], folder=folder, only=number)

@@ -31,7 +31,10 @@ echo "what it found"
 
 
 def run(folder: Path, *arguments: str, **when: str) -> tuple[int, str, list[str]]:
-    """Return exit code, output and calls. ``when``: behavior of the interpreter for calls with this word."""
+    """Return exit code, output and calls.
+
+    ``when``: behavior of the interpreter for calls with this word.
+    """
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)

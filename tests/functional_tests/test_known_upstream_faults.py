@@ -43,7 +43,10 @@ def test_unused_hierarchical_sizes_are_refused() -> None:
 
 
 def dropped_and_weights(overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Return this rank's next dropout mask, and sums of all weights before and after two steps with dropout."""
+    """Return this rank's next dropout mask, and sums of all weights.
+
+    The sums are those before and after two steps with dropout.
+    """
     run = setup(tiny_config(**overrides, model__hidden_dropout=0.3), VOCAB)
     dataset = build_datasets(run.config.dataset, build_tokenizer(run.config.tokenizer), 8).train
     mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
@@ -72,7 +75,7 @@ def test_dropout_repeats_with_the_seed() -> None:
 
 
 def test_ignored_masks_and_restarted_positions_are_refused() -> None:
-    """A document mask is ignored under context parallelism, and RoPE does not read position ids."""
+    """Context parallelism ignores a document mask, and RoPE ignores position ids."""
     assert refusals(**CP4, dataset__reset_attention_mask=True) == {"E8"}
     assert refusals(**CP4, dataset__reset_position_ids=True) == {"E9"}
     assert refusals(dataset__reset_attention_mask=True) == {"E8"}

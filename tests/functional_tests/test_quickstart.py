@@ -110,7 +110,7 @@ def test_two_iterations(sources: list[Path], tmp_path: Path, capsys: pytest.Capt
 def test_the_command_to_train_on_works_as_it_is_printed(
     sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No warning, and a learning rate that decays from above its minimum."""
+    """There must be no warning, and the rate must fall and stay above its minimum."""
     assert quickstart.main(SMALL, tmp_path, sources) == 0
     (command,) = re.findall(r"Continue training from this checkpoint:\s+(.*)", capsys.readouterr().out)
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -125,7 +125,7 @@ def test_the_command_to_train_on_works_as_it_is_printed(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_as_a_user_runs_it() -> None:
-    """The loss falls by more than half, in less than three minutes on two cores."""
+    """The loss must halve in less than three minutes on two cores."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
         ["scripts/quickstart.sh"], capture_output=True, text=True, env=environment, timeout=900, cwd=ROOT

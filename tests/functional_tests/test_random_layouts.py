@@ -13,7 +13,10 @@ from tests.training_runs import tiny_config
 
 
 def verdict(overrides: Overrides) -> tuple[bool, str]:
-    """Return whether the layout trains like one rank (probe, two steps, all gradients), and what differs."""
+    """Return whether the layout trains like one rank, and what differs.
+
+    Compares probe, two steps and all gradients.
+    """
     config = tiny_config(**overrides, train__train_iters=2, dist__attention_probe=False, scheduler__lr_warmup_iters=0)
     result = compare_with_single_rank(config, on_single_rank(config))
     return result.equal, f"{diagnose(result)} {[row for row in result.rows() if not row.equal]}"

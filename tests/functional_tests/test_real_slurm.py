@@ -135,9 +135,10 @@ def has_trained(log: Path) -> bool:
 
 
 def test_a_signalled_job_saves_and_the_next_resumes(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """Two nodes of two ranks, each rank on any core of its node. Slurm signals the job before its time limit.
+    """A job that Slurm signals before its time limit must save; the next one resumes.
 
-    A second job starts after the first has ended for any reason.
+    There are two nodes of two ranks, each rank on any core of its node. A second job starts after the first has ended
+    for any reason.
     """
     run, saved = tmp_path / "run", 0
     options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--dependency=singleton"]
@@ -160,7 +161,10 @@ def test_a_signalled_job_saves_and_the_next_resumes(slurm: Callable[..., str], t
 
 
 def test_ranks_that_slurm_starts_itself(slurm: Callable[..., str], tmp_path: Path) -> None:
-    """Start ranks as Megatron-Bridge's scripts do: one task per rank, without torchrun."""
+    """Ranks must start as Megatron-Bridge's scripts start them.
+
+    There is one task per rank, without torchrun.
+    """
     run, log = tmp_path / "run", tmp_path / "log"
     train = f"{sys.executable} scripts/training/run_recipe.py --recipe llama_tiny_pretrain_config checkpoint.save={run}"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", f"--output={log}"]

@@ -122,7 +122,10 @@ class Nodes:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch.distributed.run", "megatron_cp.torchrun"])
 def test_a_run_on_two_nodes_resumes_after_a_rank_dies(tmp_path: Path, module: str) -> None:
-    """torchrun keeps one store for both starts, with the dead rank's keys, and only one node counts the failure."""
+    """Ranks must rendezvous again although one store keeps the dead rank's keys.
+
+    torchrun keeps one store for both starts, and only one node counts the failure.
+    """
     with closing(Nodes(tmp_path, module)) as nodes:
         nodes.launch()
         nodes.launch()

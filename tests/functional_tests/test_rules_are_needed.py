@@ -189,7 +189,7 @@ def unchecked(overrides: list[str]) -> tuple[bool, str]:
 
 
 def evaluated(overrides: list[str]) -> tuple[bool, str]:
-    """As :func:`unchecked`, for what only evaluation meets: samples are dealt as it deals them."""
+    """Do as :func:`unchecked` does, on samples as evaluation deals them."""
     config = loaded(overrides)
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)

@@ -42,7 +42,10 @@ version = SimpleNamespace(cuda=os.environ.get("CUDA", "13.0"))
 
 @pytest.fixture
 def setup(tmp_path):
-    """Return a function that runs the script in a copy: exit code, output, and calls of the installer."""
+    """Return a function that runs the script in a copy.
+
+    It returns exit code, output, and calls of the installer.
+    """
     clone, tools, calls = tmp_path / "clone", tmp_path / "tools", tmp_path / "calls"
     for name in READ:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +135,7 @@ def test_both_extras(setup):
 
 
 def test_kernels_are_tried_in_the_version_that_is_installed():
-    """Those of mamba-ssm, without a GPU."""
+    """The tests without a GPU must use the mamba-ssm that ``--mamba`` compiles."""
     tried = (ROOT / "tests" / "doubles" / "mamba_on_cpu" / "requirements.txt").read_text()
     (extra,) = re.findall(r"^mamba = (.*)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert re.findall(r"[\w-]+==[\w.]+", extra) == re.findall(r"^[\w-]+==[\w.]+", tried, flags=re.MULTILINE)

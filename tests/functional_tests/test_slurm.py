@@ -25,7 +25,7 @@ exit $code
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on two nodes of two processes."""
+    """Return the environment of a job on two nodes of two processes."""
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
@@ -51,10 +51,10 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 def test_each_node_gets_its_command(
     cluster: dict[str, str], tmp_path: Path, sbatch_variables: dict[str, str], srun_options: str
 ) -> None:
-    """With Python replaced by echo: the options, and overrides with spaces and brackets, arrive as given.
+    """Options, and overrides with spaces and brackets, must arrive as given.
 
-    srun gets the CPUs too if sbatch had them: it does not read sbatch's value, and would bind a node's processes to one
-    core.
+    Python is replaced by echo. srun gets the CPUs too if sbatch had them: it does not read sbatch's value, and would
+    bind a node's processes to one core.
     """
     (tmp_path / ".venv/bin").mkdir(parents=True)
     # One write a line: both nodes print to the same pipe at the same time.

@@ -19,7 +19,7 @@ class CpuFlash(Kernel):
     """PyTorch's CPU flash attention, at full speed with few key/value heads."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
-        """Small causal tiles, in float32.
+        """Return the sizes of small causal tiles, in float32.
 
         The kernel reads keys in blocks of 512 and computes a whole block if the diagonal crosses it, so a large causal
         tile wastes a fifth of the time. Cut to 256 rows, most work runs as unmasked tiles. It is as fast in float32 as

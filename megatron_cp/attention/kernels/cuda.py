@@ -22,7 +22,10 @@ class CudaFlash(Kernel):
     """PyTorch's FlashAttention-2: half precision, any window, fewer k/v heads."""
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
-        """As large as possible: the kernel skips parts masked by causality or a window."""
+        """Return tiles as large as possible: the kernel skips masked parts.
+
+        A causal mask or a window masks them.
+        """
         return TileSize(causal=0, band=0, half_from=0)
 
     def launches(self, plan: TilePlan, q: Tensor, v: Tensor) -> Iterable[Launch]:
@@ -72,7 +75,7 @@ class Cudnn(CudaFlash):
     """
 
     def forward_tiles(self, dtype: torch.dtype) -> TileSize:
-        """As FlashAttention, but a causal mask starts in a tile's first corner."""
+        """Return FlashAttention's sizes, but start a causal mask in a tile's first corner."""
         return TileSize(causal=0, band=0, half_from=0, squares=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttentionCall) -> Result:

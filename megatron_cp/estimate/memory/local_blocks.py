@@ -23,7 +23,7 @@ def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
 
 
 def residual(model: ModelConfig, b: int) -> float:
-    """Bytes a token of the residual stream on this rank."""
+    """Return bytes a token of the residual stream on this rank."""
     return model.hidden_size * b / sequence_parts(model)
 
 
@@ -47,7 +47,7 @@ def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -
 
 
 def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
-    """Dropout and the norm of ``sandwich_norm``, before the residual is added."""
+    """Return the steps of sandwich norm and dropout, before the residual is added."""
     stream, steps = residual(model, b), []
     if model.sandwich_norm:
         keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
@@ -60,6 +60,6 @@ def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
 
 
 def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
-    """On a CPU the mask has the activations' own dtype."""
+    """Return dropout's step; on a CPU its mask has the activations' own dtype."""
     stream = residual(model, b)
     return Step({(RESIDUAL, f"{name} mask"): stream}, stream)

@@ -138,7 +138,7 @@ def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
 
 
 def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
-    """``f``: bytes a token of the activation's output."""
+    """Return the step of the activation; ``f``: bytes a token of its output."""
     if model.gated_linear_unit:
         return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
     return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
@@ -183,7 +183,10 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
 
 
 def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
-    """Keys and values from one latent vector; sizes as in :func:`attention_steps`."""
+    """Return the steps of latent attention, with sizes as in :func:`attention_steps`.
+
+    Keys and values come from one latent vector.
+    """
     tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
     q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
     v = heads * model.v_head_dim * b / tp

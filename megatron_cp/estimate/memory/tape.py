@@ -100,7 +100,7 @@ def _by_kind(tensors: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 
 def _undominated(moments: Sequence[Moment]) -> list[Moment]:
-    """Without those that another one exceeds whatever the tokens."""
+    """Drop moments that another one exceeds whatever the tokens."""
     rest = []
     for moment in moments:
         others = (each for each in moments if each is not moment)

@@ -28,7 +28,7 @@ def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width
 
 
 def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
-    """Dropout's mask has a byte an element."""
+    """Return the steps of sandwich norm and dropout; its mask has a byte an element."""
     steps = local_blocks.after_steps(model, b, kind, name)
     return [*steps[:-1], dropout_step(model, b, name)] if model.hidden_dropout else steps
 
@@ -132,8 +132,9 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
 
 
 def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
-    """mamba-ssm's fused kernel keeps its input and output, and makes the rest again.
+    """Return the steps of a Mamba layer.
 
+    mamba-ssm's fused kernel keeps its input and output, and makes the rest again.
     fused_norm: of Platform. This project's norm keeps its input and the normalized input in float32.
     """
     tp, shape = model.tensor_model_parallel_size, MambaShape.of(model)

@@ -194,7 +194,7 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _cleaned_up(self, partial: Path) -> Any:
-        """After a failure on any rank, stop writing and delete the partial folder."""
+        """Stop writing and delete the partial folder after a failure on any rank."""
         try:
             yield
         except RuntimeFault:

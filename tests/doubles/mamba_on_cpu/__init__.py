@@ -26,7 +26,10 @@ FOLDER = "MEGATRON_CP_MAMBA_FOLDER"  # environment variable: folder of mamba-ssm
 
 
 def _one_of(configurations: list[Any]) -> list[Any]:
-    """Choose the middle of a kernel's block sizes instead of tuning: these are not slow here."""
+    """Choose the middle of a kernel's block sizes instead of tuning.
+
+    These sizes are not slow here.
+    """
 
     def work(configuration: Any) -> int:
         product = 1
@@ -38,9 +41,10 @@ def _one_of(configurations: list[Any]) -> list[Any]:
 
 
 def load() -> None:
-    """Import mamba-ssm from the folder in the environment. It computes all Mamba layers, except those in float64.
+    """Import mamba-ssm from the folder in the environment.
 
-    On a pretended GPU it computes the layers that it would compute on a real one.
+    It computes all Mamba layers, except those in float64. On a pretended GPU it computes the layers that it would
+    compute on a real one.
     """
     pretended = pretend_gpu.loaded()
     if torch.cuda.is_available() and not pretended:

@@ -57,7 +57,10 @@ def causal_conv1d_bwd(
 
 
 def _columns(x: Tensor, weight: Tensor, seq_idx: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield each column of the weight, the distance of its tokens, the tokens, and whether they are in the sequence."""
+    """Yield each column of the weight with its tokens.
+
+    The distance of the tokens, the tokens, and whether they are in the sequence.
+    """
     length, width = x.shape[-1], weight.shape[1]
     numbers = seq_idx if seq_idx is not None else x.new_zeros(1, length, dtype=torch.int32)
     for column in range(width):

@@ -61,7 +61,10 @@ def check(world: int, overrides: Overrides, dtype: torch.dtype, calls: list[list
 
 
 def packs(overrides: Overrides, dtype: torch.dtype, how: dict[str, Any]) -> tuple[float, float, bool, list]:
-    """Compare with one rank that runs one sequence after the other with our own scan in float64."""
+    """Compare packs with sequences one after the other on one rank.
+
+    The one rank uses our own scan in float64.
+    """
     mamba.FUSED_ELEMENTS = how.get("limit", mamba.FUSED_ELEMENTS)
     set_deterministic_mode(how.get("deterministic"))
     counted = Counted()
@@ -135,12 +138,15 @@ def test_its_deterministic_kernels() -> None:
     ],
 )
 def test_sizes_over_the_kernels_limit_are_split(model: tuple[int, int], calls: list[tuple[int, int]]) -> None:
-    """Each head has 65 features, each group 32, and a chunk's products 128: a size of 200 is halved."""
+    """Sizes over 128 must be halved.
+
+    Each head has 65 features, each group 32, and a chunk's products 128: a size of 200 is halved.
+    """
     check(1, heads(*model, head_dim=32, state_dim=16), torch.float32, [calls], limit=(sum(LENGTHS) + 4) * 200)
 
 
 def test_our_scan_computes_sizes_that_the_kernel_refuses() -> None:
-    """causal-conv1d reads eight channels at a time."""
+    """The kernel refuses these sizes: causal-conv1d reads eight channels at a time."""
     check(2, heads(4, 2, head_dim=6, state_dim=8), torch.float32, [[], []])
 
 

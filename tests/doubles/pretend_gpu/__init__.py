@@ -35,7 +35,10 @@ _nccl: set[str] = set()  # names of the groups requested from NCCL
 
 
 def _start() -> None:
-    """Start CUDA at the first request to a device, and fail in a process forked after that."""
+    """Start CUDA at the first request to a device.
+
+    It fails in a process forked after that.
+    """
     global _started_in
     if _started_in not in (None, os.getpid()):
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
@@ -183,10 +186,11 @@ def load() -> None:
 
 
 def _in_backward_passes_too() -> None:
-    """Intercept backward passes too: torch calls what it intercepts without a mode, and a backward pass is such a call.
+    """Intercept backward passes too.
 
-    On a GPU machine the first backward pass starts CUDA and a thread for it, even if all tensors are on the host. In a
-    process forked from one with such threads it fails.
+    Torch calls what it intercepts without a mode, and a backward pass is such a call. On a GPU machine the first
+    backward pass starts CUDA and a thread for it, even if all tensors are on the host. In a process forked from one
+    with such threads it fails.
     """
     run = torch.autograd.graph._engine_run_backward
 

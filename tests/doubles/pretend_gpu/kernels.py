@@ -13,9 +13,10 @@ from torch import Tensor
 def _scores(
     q: Tensor, k: Tensor, scale: float | None, causal: bool, left: int | None, right: int | None, longest: int
 ) -> Tensor:
-    """Return scores [b, h, s, s'] in float32 of [b, s, h, d]; the window counts from the bottom-right diagonal.
+    """Return scores [b, h, s, s'] in float32 of [b, s, h, d].
 
-    ``longest``: the most keys of a sequence of the launch, which FlashAttention uses to judge the limits.
+    The window counts from the bottom-right diagonal. ``longest``: the most keys of a sequence of the launch, which
+    FlashAttention uses to judge the limits.
     """
     heads = q.shape[2] // k.shape[2]
     q, k = (x.float().transpose(1, 2) for x in (q, k))
@@ -130,7 +131,10 @@ def _backward(
 
 
 def cudnn_can(parameters: Any, debug: bool = False) -> bool:
-    """Replace ``torch.backends.cuda.can_use_cudnn_attention`` for the features that our attention uses."""
+    """Replace ``torch.backends.cuda.can_use_cudnn_attention``.
+
+    Covers the features that our attention uses.
+    """
     q, v = parameters.query, parameters.value
     return not (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or v.shape[-1] % 8)
 
@@ -174,7 +178,10 @@ def _cudnn_backward(
 
 
 def _rows_apart(x: Tensor) -> Tensor:
-    """Lay out [b, h, s, d] as PyTorch lays out cuDNN's results, in the order of our queries' strides."""
+    """Lay out [b, h, s, d] as PyTorch lays out cuDNN's results.
+
+    The strides have the order of our queries' strides.
+    """
     return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 

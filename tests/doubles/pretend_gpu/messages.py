@@ -118,7 +118,10 @@ def write_down(name: str, func: Any, args: tuple, group: Any) -> None:
 
 
 def _tensors(func: Any, args: tuple) -> Iterator[tuple[Tensor, bool]]:
-    """Return a collective's tensors, and whether they are received into; torch's schemas mark no writes."""
+    """Return a collective's tensors, and whether they are received into.
+
+    torch's schemas mark no writes.
+    """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         in_place = argument.name == "tensors"
         for tensor in tensors_in(value):
@@ -135,7 +138,10 @@ def arrived(number: int) -> None:
 
 
 def too_early(tensors: Sequence[tuple[Tensor, bool]]) -> str | None:
-    """Return what is wrong with a kernel that gets these tensors (and whether it writes to them) now."""
+    """Return what is wrong with a kernel that gets these tensors now.
+
+    ``writes``: whether the kernel writes to them.
+    """
     if ledger.by_torch or not ledger.under_way:
         return None
     for tensor, written in tensors:
@@ -233,7 +239,10 @@ def _observed(function: Callable) -> Callable:
 
 
 def _coalescing(coalesce: Callable) -> Callable:
-    """Record a coalescing manager: it sends at its end, synchronously or with a wait later."""
+    """Record a coalescing manager.
+
+    It sends at its end, synchronously or with a wait later.
+    """
 
     @functools.wraps(coalesce)
     @contextmanager

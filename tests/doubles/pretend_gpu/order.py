@@ -85,7 +85,7 @@ def test_nccl_carries_packs(name: str, tmp_path: Path) -> None:
 
 
 def pp(stages: int, virtual: int, **more: Any) -> dict[str, Any]:
-    """Return settings for packs through a pipeline of virtual stages of one or two layers."""
+    """Return settings for packs through virtual stages of one or two layers."""
     return DYNAMIC | {
         "model__pipeline_model_parallel_size": stages,
         "model__virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
@@ -138,7 +138,10 @@ def both_send_first() -> Events:
 
 
 def in_another_order() -> Events:
-    """Order messages and collectives differently on two ranks: gloo's messages wait for no collective."""
+    """Order messages and collectives differently on two ranks.
+
+    gloo's messages wait for no collective.
+    """
     rank, x = dist.get_rank(), pair(1)
     work = None if rank else dist.all_reduce(pair(1), async_op=True)
     send = [dist.P2POp(dist.irecv if rank else dist.isend, x, group_peer=1 - rank)]
@@ -183,7 +186,10 @@ def overwrites() -> None:
 
 
 def gives_away() -> None:
-    """Release memory as a pipeline frees what it has sent: within the tensor. A work alone holds the tensor."""
+    """Release memory as a pipeline frees what it has sent: within the tensor.
+
+    A work alone holds the tensor.
+    """
     with under_way() as (_, sent):
         sent.data = pair(0, 1)
 

@@ -85,7 +85,10 @@ def _asked_for() -> str:
 
 
 def _wanted(device: Any) -> str:
-    """Return the place that a ``device=`` means: "cuda:0", 0 and torch.device("cuda") are all the GPU."""
+    """Return the place that a ``device=`` means.
+
+    "cuda:0", 0 and torch.device("cuda") are all the GPU.
+    """
     return GPU if isinstance(device, int) or torch.device(device).type == "cuda" else HOST
 
 
@@ -158,7 +161,10 @@ _STAGED_AT_ONCE = 16  # bytes, so that a tiny model's batches are not; CUDA wait
 
 
 def _copied(to: str, non_blocking: bool, on_host: Tensor | None = None) -> None:
-    """Count a copy as a wait of the host, also a non-blocking one of memory that is not pinned: it is staged."""
+    """Count a copy as a wait of the host.
+
+    Also a non-blocking one of memory that is not pinned: it is staged.
+    """
     where = "device" if to == GPU else "host"
     if not non_blocking:
         host_waits(f"copy to the {where}")

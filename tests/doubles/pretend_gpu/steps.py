@@ -89,7 +89,10 @@ def some(names: Iterable[str], slow: Container[str] = LIKE_OTHERS) -> list[Any]:
 
 
 def without_places(waits: dict[str, int]) -> dict[str, int]:
-    """Count by file of ours (or none) and kind: upstream's files and all line numbers may change."""
+    """Count by file of ours (or none) and kind.
+
+    Upstream's files and all line numbers may change.
+    """
     found: dict[str, int] = {}
     for entry, count in waits.items():
         place, kind = entry.split(" ", 1)
@@ -152,7 +155,7 @@ class CountingReporter(Reporter):
         self.timers: list[set[str]] = []
 
     def schedule(self, iteration: int, plan: StepPlan) -> None:
-        """Nothing is written."""
+        """Write nothing."""
 
     def step(self, metrics: StepMetrics, interval: Interval | None = None) -> None:
         assert metrics.grad_norm and interval is not None
@@ -194,7 +197,7 @@ def waits_of_the_loop(folder: str, lengths: str | None, overrides: dict[str, Any
 def test_the_loop_adds_no_waits(
     overrides: dict[str, Any], packed: bool, expected: dict[str, int], tmp_path: Path
 ) -> None:
-    """Neither the log of every step nor the check for a stop waits."""
+    """Neither the log of every step nor the check for a stop may wait."""
     lengths = lengths_file(tmp_path) if packed else None
     for waits in run_ranks(waits_of_the_loop, 2, str(tmp_path / "run"), lengths, BF16 | overrides):
         assert waits == [expected] * 2
@@ -212,7 +215,7 @@ def with_a_question_in_each_layer(overrides: dict[str, Any]) -> dict[str, int]:
 
 
 def test_a_wait_in_each_layer_is_detected() -> None:
-    """Checks that the tests above can fail."""
+    """The tests above must be able to fail."""
     [waits] = run_ranks(with_a_question_in_each_layer, 1, BF16 | {"model__apply_rope_fusion": False})
     assert waits["_local_scalar_dense"] == 4 * 2 * 4  # queries and keys of four layers, four microbatches
 

@@ -115,7 +115,7 @@ class _WithPlaceholders:
 
 
 def _choose_as_for_bf16() -> None:
-    """Make ``attention_backend`` and ``transformer_impl`` choose as they would in bf16."""
+    """Make ``attention_backend`` and ``transformer_impl`` choose as in bf16."""
     from megatron_cp.models import layer_specs
 
     def as_for_bf16(choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,10 @@ class _Unused(ModuleType):
 
 
 def _believe_in_a_gpu() -> None:
-    """Report a GPU to Transformer Engine and to code that looks for it; all other code gets the CPU."""
+    """Report a GPU to Transformer Engine and to code that looks for it.
+
+    All other code gets the CPU.
+    """
     from megatron_cp.mcore import cpu
 
     cpu.before_import()  # this also keeps megatron-core from compiling
@@ -152,7 +155,10 @@ def _believe_in_a_gpu() -> None:
 
 
 def load() -> None:
-    """Import Transformer Engine from the folder in the environment, then megatron-core, which must find it."""
+    """Import Transformer Engine from the folder in the environment.
+
+    Imports megatron-core after it, which must find it.
+    """
     if torch.cuda.is_available() and not pretend_gpu.loaded():
         raise RuntimeError("there is a GPU: use the real Transformer Engine")
     if "megatron.core.extensions.transformer_engine" in sys.modules:

@@ -43,7 +43,7 @@ class _Problem:
         return cls(q, kv, name, tuple(window), bottom_right, scale, softmax.name, *seqlens)
 
     def rows(self, form: str, x: Tensor, i: int, kv: bool) -> Tensor:
-        """The view [s, h, d] of a tensor's ``i``-th sequence, without its padding."""
+        """Return a view [s, h, d] of a tensor's ``i``-th sequence, without its padding."""
         cu, padded = (self.cu_kv, self.padded_kv) if kv else (self.cu_q, self.padded_q)
         length = int(cu[i + 1] - cu[i])
         if form == "thd":
@@ -56,7 +56,7 @@ class _Problem:
         return {"thd": len(self.cu_q) - 1, "bshd": q.shape[0], "sbhd": q.shape[1 if q.dim() == 4 else 0]}[self.q_format]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[h, sq, skv], of -inf where a pair does not attend."""
+        """Return scores [h, sq, skv], -inf where a pair does not attend."""
         heads = q.shape[1]
         k = k.float().repeat_interleave(heads // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.scale
@@ -79,9 +79,10 @@ def _probabilities(scores: Tensor, stats: Tensor) -> Tensor:
 
 
 def _take_apart(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], Any, list[bool], list[Any]]:
-    """Split a call's arguments: numbers and layout, types of mask and softmax, window, its flag, tensors and the rest.
+    """Split a call's arguments.
 
-    Later versions added layouts after the first (2.15) and another flag after the window (2.12).
+    Numbers and layout, types of mask and softmax, window, its flag, tensors and the rest. Later versions added layouts
+    after the first (2.15) and another flag after the window (2.12).
     """
     at = next(i for i, value in enumerate(arguments) if isinstance(value, tuple | list))
     tensors = next(i for i, value in enumerate(arguments) if isinstance(value, Tensor))
@@ -96,7 +97,7 @@ def _aligned_bottom_right(mask_type: Any, flags: list[bool]) -> bool:
 
 
 def fused_attn_fwd(*arguments: Any) -> list[Any]:
-    """Return [output, log-sum-exp, state of the random numbers, the softmax's offset if there is one]."""
+    """Return [output, log-sum-exp, random state], and the softmax's offset if any."""
     numbers, (mask_type, softmax_type), window, flags, tensors = _take_apart(arguments)
     max_seqlen_q, _, _, attn_scale, dropout, _, layout = numbers
     cu_q, cu_kv, q, k, v, _, padded_q, padded_kv, _, _, _, _, bias, offset, _, _, return_max_logit, _ = tensors
@@ -221,10 +222,10 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, leng
 
 
 def thd_out_correction(out: Tensor, step: Tensor, *arguments: Any) -> None:
-    """Add a step's output [t or t/2, h, d] to ``out`` in place, scaled by its share of the softmax.
+    """Add a step's output [t or t/2, h, d] to ``out`` in place, scaled.
 
-    The share is of the whole softmax. From 2.20 on the previous sum is an argument too: the share is of the softmax up
-    to this step, and ``out`` is rescaled.
+    The scale is its share of the whole softmax. From 2.20 on the previous sum is an argument too: the share is of the
+    softmax up to this step, and ``out`` is rescaled.
     """
     *before, lse, lse_step, cu_seqlens, second, packed = arguments
     assert packed and out.dtype == step.dtype
@@ -243,7 +244,10 @@ def _scaled(x: Tensor, share: Tensor) -> Tensor:
 
 
 def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str) -> None:
-    """Add or copy a step's gradient to each half's rows in place, or skip a half. "none" twice reads nothing."""
+    """Add or copy a step's gradient to each half's rows in place, or skip a half.
+
+    "none" twice reads nothing.
+    """
     dim = 0 if grad.dim() == 3 else 1
     whole = "none" not in (first, second)
     done = 0

@@ -28,7 +28,10 @@ def _online_softmax(
     rows: int, *, X_ptr: Tensor, X_stride: int, Y_ptr: Tensor, Y_stride: int, m_d_X_y_ptr: Tensor, rank: int,
     n_cols: int, **launch: Any,
 ) -> None:  # fmt: skip
-    """Return each row's maximum, sum of exponentials and, if it is on this rank, the label's logit."""
+    """Return each row's maximum, sum of exponentials and label's logit.
+
+    The logit is there if the label is on this rank.
+    """
     x = X_ptr.as_strided((rows, n_cols), (X_stride, 1)).float()
     column, here = _column(Y_ptr, Y_stride, rows, rank, n_cols)
     top = x.max(-1).values
@@ -61,7 +64,10 @@ def _element_mul(
 
 
 def _column(labels: Tensor, stride: int, rows: int, rank: int, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Return the label's column in this rank's part of a row, [rows, 1], and whether it is there, [rows]."""
+    """Return the label's column in this rank's part of a row, [rows, 1].
+
+    Also whether it is there, [rows].
+    """
     column = labels.as_strided((rows,), (stride,)) - rank * n_cols
     return column.clamp(0, n_cols - 1)[:, None], (column >= 0) & (column < n_cols)
 

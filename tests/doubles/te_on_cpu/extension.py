@@ -118,9 +118,9 @@ def get_num_cublas_streams() -> int:
 
 
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """Return what cuDNN 9.19 supports on a Hopper GPU, for the features that our layers use.
+    """Return what cuDNN 9.19 supports on a Hopper GPU.
 
-    From 2.20 on it takes one object, and returns a reason for a refusal.
+    Covers the features that our layers use. From 2.20 on it takes one object, and returns a reason for a refusal.
     """
     if len(arguments) > 1:
         _, dtype, _, layout, _, mask, _, _, _, _, _, _, dim_qk, dim_v, left, right, *_ = arguments
@@ -148,7 +148,10 @@ def _backend(dtype: Any, layout: Any, mask: Any, dim_qk: int, dim_v: int, left: 
 
 
 def _window_is_possible(mask: str, right: int) -> bool:
-    """Return whether the version has windows: non-causal ones came later, those of packs first."""
+    """Return whether the version has the window.
+
+    Non-causal windows came later, those of packs first.
+    """
     import transformer_engine
 
     version = parse_version(transformer_engine.__version__)
@@ -162,7 +165,10 @@ def generic_gemm(
     accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None,
     extra_output: Any = None, bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Compute op(B) @ op(A): cuBLAS stores columns first. With ``grad`` a bias requests its gradient."""
+    """Compute op(B) @ op(A): cuBLAS stores columns first.
+
+    With ``grad`` a bias requests its gradient.
+    """
     assert quantizer is None and comm_overlap is None and not gelu
     shape = None if transB else (*B.shape[:-1], A.shape[-2 if transA else -1])
     a, b = A.reshape(-1, A.shape[-1]).float(), B.reshape(-1, B.shape[-1]).float()
@@ -186,7 +192,10 @@ def te_general_grouped_gemm(
     m_splits: list[int], bias: list[Tensor], bias_type: Any, single_output: bool, pre_gelu: Any, grad: bool,
     workspace: Any, workspace_size: int, accumulate: bool, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute one product per expert; with ``single_output`` the first output has the rows of all."""
+    """Compute one product per expert.
+
+    With ``single_output`` the first output has the rows of all.
+    """
     outputs = list(D[0].split(m_splits)) if single_output else D
     for a, b, out, extra in zip(A, B, outputs, bias, strict=True):
         if b.numel() == 0 or a.numel() == 0:

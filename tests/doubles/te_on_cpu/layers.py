@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
 
 
 def counting(train: Callable[..., Any], *args: Any) -> tuple[Losses, Counter[str]]:
-    """Return losses and gradient norms, and the number of calls of each of Transformer Engine's kernels."""
+    """Return losses, gradient norms, and calls of Transformer Engine's kernels."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,10 @@ def test_our_layers_use_requested_kernels() -> None:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Losses]:
-    """Return lengths, and the losses of our layers on one rank, one document at a time."""
+    """Return lengths, and our layers' losses one document at a time.
+
+    The losses are those of one rank.
+    """
     lengths = lengths_file(tmp_path_factory.mktemp("documents"))
     return lengths, run_ranks(one_by_one, 1, lengths, NATIVE, None, STEPS)[0]
 
@@ -241,7 +244,10 @@ def test_dynamic_packs_on_a_hierarchy_have_te_layers_around_our_attention(docume
 
 
 def losses_and_gradients() -> list[torch.Tensor]:
-    """Compute half a vocabulary on each rank: kernels in Triton's interpreter, and their stand-ins."""
+    """Compute half a vocabulary on each rank.
+
+    By kernels in Triton's interpreter, and by their stand-ins.
+    """
     group, found = make_groups(2)[0], []
     torch.manual_seed(3)
     made = torch.randn(5, 2, 14), torch.randint(14, (5, 2)), torch.rand(5, 2)
@@ -297,7 +303,7 @@ def test_a_run_resumes_with_the_other_layers(
     ("before", "after"), [(ONE_BY_ONE, {}), pytest.param({}, ONE_BY_ONE, marks=pytest.mark.slow)], ids=["", "back"]
 )
 def test_a_run_resumes_with_grouped_products_of_experts(tmp_path: Path, before: Overrides, after: Overrides) -> None:
-    """A run from before this was the default resumes."""
+    """A run from before this was the default must resume."""
     model = MOE | TWO
     uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 2, TE | model | EP2 | before, str(tmp_path), 2)
@@ -316,7 +322,10 @@ def test_latent_attention_is_saved_once_by_decentralized_groups(tmp_path: Path, 
 
 
 def test_its_optimizer_counts_the_steps_of_groups_that_the_first_stage_lacks(tmp_path: Path) -> None:
-    """Transformer Engine's Adam counts steps per parameter group, which rank 0 saves: here it has an embedding only."""
+    """Steps of a group that rank 0 lacks must be counted and saved.
+
+    Transformer Engine's Adam counts steps per parameter group, which rank 0 saves: here it has an embedding only.
+    """
     layout = TE | PP2 | {"model__num_layers": 1, "model__account_for_embedding_in_pipeline_split": True}
     layout |= {"optimizer__use_distributed_optimizer": False}
     uninterrupted = run_ranks(train_losses, 2, layout, 4)[0]
@@ -325,7 +334,10 @@ def test_its_optimizer_counts_the_steps_of_groups_that_the_first_stage_lacks(tmp
 
 
 def attention_without_its_group() -> str:
-    """Return the probe's result for upstream's class, which reads a missing hierarchy from global state."""
+    """Return the probe's result for upstream's class.
+
+    It reads a missing hierarchy from global state.
+    """
     from megatron_cp.attention.modules.probe import probe_attention
     from megatron_cp.attention.modules.te import te_attention_class
 

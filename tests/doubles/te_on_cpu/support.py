@@ -78,7 +78,7 @@ def objections_of(case: Case, transport: str, size: int) -> list[str]:
 
 
 def attempt(case: Case, transport: str) -> float | str:
-    """Return the largest error of output and gradients on this rank, or the error raised."""
+    """Return this rank's largest error of output and gradients, or the error raised."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = ProcessGroupCollection(
         cp=dist.group.WORLD, tp=make_groups(1)[0], hcp=list(make_groups(1 + (size % 2 == 0)))

@@ -17,7 +17,10 @@ from tests.unit_tests.dynamic_cp.scheduler.checks import problems
 
 
 def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
-    """Return lengths and arguments of configuration ``number``; corner cases are as frequent as ordinary ones."""
+    """Return lengths and arguments of configuration ``number``.
+
+    Corner cases are as frequent as ordinary ones.
+    """
     rng = random.Random(number)
     ranks = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 17, 24, 30, 32, 48, 64, 100, 128])
     min_cp = min(ranks, rng.choice([1, 1, 1, 2, 3, 4, 8]))
@@ -54,7 +57,10 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
 
 
 def most_tokens(ranks: int, tokens: int, sequence_parallel: int) -> int:
-    """Return the longest sample that fits ``ranks`` ranks of ``tokens`` tokens each, padded."""
+    """Return the longest sample that fits ``ranks`` ranks, padded.
+
+    Each rank holds ``tokens`` tokens.
+    """
     return tokens // (2 * sequence_parallel) * (2 * sequence_parallel) * ranks
 
 

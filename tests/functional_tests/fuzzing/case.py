@@ -42,7 +42,10 @@ class Case:
     valid: bool = False  # nothing is changed
 
     def take(self, name: str, under: str = "input") -> Path:
-        """Copy an example (a file or folder) into the case; return its path below ``work``."""
+        """Copy an example (a file or folder) into the case.
+
+        Returns its path below ``work``.
+        """
         source, target = self.examples / name, self.work / under / Path(name).name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, target, symlinks=True) if source.is_dir() else shutil.copy(source, target)

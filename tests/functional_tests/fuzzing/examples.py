@@ -49,7 +49,10 @@ PUBLISHED = ("llama", "mixtral window", "qwen3", "deepseek 3", "nemotron 3")
 
 
 def make(folder: Path) -> None:
-    """Fill a folder with one valid input of each kind. It trains, so call it in its own process."""
+    """Fill a folder with one valid input of each kind.
+
+    It trains, so call it in its own process.
+    """
     (folder / "recipe.yaml").write_text("# one layer\n" + yaml.safe_dump(RECIPE, sort_keys=False))
     extra = {"optimizer": {"lr": 0.002, "adam_beta1": 0.8}, "train": {"global_batch_size": 4}, "rng": {"seed": 7}}
     (folder / "extra.yaml").write_text(yaml.safe_dump(extra))

@@ -91,7 +91,10 @@ _RAW_YAML = (
 
 
 def replacement(rng: random.Random, raws: list[str], texts: tuple[str, ...]) -> Any:
-    """Return a value to put anywhere; a raw text is kept in ``raws``, with a mark in its place until the dump."""
+    """Return a value to put anywhere.
+
+    A raw text is kept in ``raws``, with a mark in its place until the dump.
+    """
     if rng.random() < 0.35:
         raws.append(rng.choice(texts))
         return _MARK % (len(raws) - 1)

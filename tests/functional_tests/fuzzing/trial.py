@@ -115,7 +115,10 @@ def _obey_modes() -> None:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return mode, size and change time of all files that must not be written; links are not followed."""
+    """Return mode, size and change time of all files that must not be written.
+
+    Links are not followed.
+    """
     found: dict[str, tuple[int, int, int]] = {}
     for root, folders, files in os.walk(folder):
         inside = os.path.relpath(root, folder)

@@ -39,7 +39,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def counting_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new counting group. Collective over the world."""
+    """Create a counting group. Collective over the world."""
     if not hasattr(dist.Backend, "COUNTING"):
         dist.Backend.register_backend("counting", _create, devices=["cpu"])
     return dist.new_group(ranks, backend="counting")

@@ -41,7 +41,7 @@ class Case:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def draw(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Unsharded query, key, value (and offset) and the output's gradient, in ``dtype``."""
+        """Draw unsharded query, key, value, offset and output gradient in ``dtype``."""
         generator = torch.Generator().manual_seed(self.seed)
         lead = (self.seq_length, self.batch) if self.padded is None else (self.padded[-1],)
         shapes = [(self.heads, self.qk_dim), (self.kv_heads, self.qk_dim), (self.kv_heads, self.v_dim)]
@@ -51,7 +51,7 @@ class Case:
         return inputs, torch.randn(*lead, self.heads, self.v_dim, generator=generator).to(self.dtype)
 
     def reference(self) -> list[torch.Tensor]:
-        """The unsharded float64 output and gradients of query, key, value (and offset)."""
+        """Compute the unsharded float64 output and gradients."""
         inputs, dout = self.draw()
         exact = [x.double().requires_grad_() for x in inputs]
         out = reference_of_pack(
@@ -78,7 +78,10 @@ def reference_of_pack(
     cu_seqlens_padded: Sequence[int] | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """:func:`reference_attention` of each sequence of a pack [t, heads, d]; of the whole without ``cu_seqlens``."""
+    """Apply :func:`reference_attention` to each sequence of a pack [t, heads, d].
+
+    Without ``cu_seqlens`` the pack is one sequence.
+    """
     if cu_seqlens is None:
         return reference_attention(query, key, value, **options)
     padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
@@ -93,7 +96,7 @@ def reference_of_pack(
 
 
 def make_groups(a2a_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(a2a, p2p) groups of neighbours over the world. Collective."""
+    """Create (a2a, p2p) groups of neighbors over the world. Collective."""
     n, me = dist.get_world_size(), dist.get_rank()
     blocks = [list(range(start, start + a2a_size)) for start in range(0, n, a2a_size)]
     strides = [list(range(start, n, a2a_size)) for start in range(a2a_size)]
@@ -104,7 +107,10 @@ def make_groups(a2a_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def run_sharded(case: Case, group, comm_type: str) -> list[torch.Tensor]:
-    """This rank's output and gradients of query, key, value (and of the offset, summed over ranks)."""
+    """Return this rank's output and gradients of query, key and value.
+
+    The gradient of the offset, if there is one, is summed over ranks.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs, dout = case.draw()
     mine = [case.shard(x, rank, size).requires_grad_() for x in inputs[:3]]
@@ -132,7 +138,10 @@ def run_sharded(case: Case, group, comm_type: str) -> list[torch.Tensor]:
 
 
 def largest_error(case: Case, group, comm_type: str, expected: list[torch.Tensor] | None = None) -> float:
-    """The largest difference of output or gradients from the float64 answer, relative to the largest value of each."""
+    """Return the largest difference from the float64 answer.
+
+    Differences of output and of each gradient are relative to its largest value.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     errors = []
     for index, (got, want) in enumerate(
@@ -147,12 +156,12 @@ def largest_error(case: Case, group, comm_type: str, expected: list[torch.Tensor
 
 
 def usable(comm_type: str, case: Case, size: int) -> bool:
-    """Whether the heads divide by the all-to-all group."""
+    """Return whether the heads divide by the all-to-all group."""
     return comm_type != "a2a" or case.heads % size == 0
 
 
 def run_cases(cases: list[tuple[str, Case]], a2a_size: int) -> list[float]:
-    """The error of each (transport, case) on this rank. Collective."""
+    """Return the error of each (transport, case) on this rank. Collective."""
     pair = make_groups(a2a_size) if any(name == "a2a+p2p" for name, _ in cases) else None
     known: dict[Case, list[torch.Tensor]] = {}
     errors = []

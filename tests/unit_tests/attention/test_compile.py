@@ -12,7 +12,7 @@ from tests.unit_tests.attention.harness import COMM_TYPES, Case, make_groups
 
 
 def _compiled(backend: str, a2a_size: int) -> list[bool]:
-    """Return for each transport whether a compiled caller gives the same results, twice."""
+    """Return whether a compiled caller gives the same results twice, by transport."""
     rank, size = dist.get_rank(), dist.get_world_size()
     # dist.group.WORLD inside the compiled function would leave all of it to the interpreter.
     pair, world, same = make_groups(a2a_size), dist.group.WORLD, []

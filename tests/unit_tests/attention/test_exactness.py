@@ -141,7 +141,7 @@ def test_an_all_to_all_group_may_be_larger_than_the_kv_heads():
 
 
 def _bits(dtype: torch.dtype) -> list[tuple[str, bool]]:
-    """Whether all-to-all over the ranks gives the very bits of one rank, and of PyTorch's own attention."""
+    """Return whether all-to-all gives the bits of one rank, and of PyTorch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = [dist.new_group([r]) for r in range(size)][rank]
     report = []
@@ -175,7 +175,10 @@ def test_all_to_all_is_bit_identical_to_one_rank(dtype):
 
 
 def _bf16(case: Case) -> dict[str, list[tuple[float, float]]]:
-    """For each transport and each of output and gradients: its and one-rank bf16 SDPA's distances, as ratios."""
+    """Return errors relative to those of bf16 SDPA on one rank.
+
+    Each transport has a list of ratios: output, then gradients.
+    """
     size = dist.get_world_size()
     inputs, dout = case.draw()
     whole = [x.requires_grad_() for x in inputs]
@@ -211,7 +214,7 @@ def test_bf16_is_as_close_to_the_truth_as_one_rank_bf16(causal, seq_length, fast
 
 
 def _poisoned(comm_types: tuple[str, ...]) -> dict[str, bool]:
-    """Whether NaN in padding, in behind-the-end rows and in their output gradient leaves everything clean."""
+    """Return whether NaN in padding, or in its output gradient, leaves all else clean."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case = Case(heads=4, kv_heads=2, offset=True, cu_seqlens=(0, 5, 5, 31), cu_seqlens_padded=(0, 8, 16, 48))
     inputs, dout = case.draw()
@@ -254,7 +257,7 @@ def test_nan_in_padding_does_not_leak_and_padding_gets_zeros():
 
 
 def _no_tokens() -> list[tuple[bool, ...]]:
-    """A pack without sequences, its rows all padding."""
+    """Attend in a pack without sequences, whose rows are all padding."""
     pair = make_groups(2)
     results = []
     for comm_type in COMM_TYPES:
@@ -342,7 +345,10 @@ def test_gradcheck():
 
 
 def _gradients_with_a_graph() -> list[str]:
-    """Return the error of a second derivative for each transport; first derivatives equal those without a graph."""
+    """Return each transport's error of a second derivative.
+
+    First derivatives must equal those without a graph.
+    """
     pair, reported = make_groups(2), []
     for comm_type in COMM_TYPES:
         inputs = [torch.randn(8, 1, 4, 8, requires_grad=True) for _ in range(3)]
@@ -361,6 +367,6 @@ def _gradients_with_a_graph() -> list[str]:
 
 
 def test_gradients_may_have_a_graph_but_no_derivatives():
-    """Also if the second derivative would silently be missing from a sum."""
+    """A second derivative must raise even if it would only be missing from a sum."""
     for reported in run_ranks(_gradients_with_a_graph, 4):
         assert len(reported) == 8 and all("second derivatives are not supported" in text for text in reported), reported

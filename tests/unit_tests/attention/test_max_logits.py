@@ -20,7 +20,7 @@ A2A = 2
 
 
 def written_out(case: Case) -> torch.Tensor:
-    """[heads], from all scores of each sequence; -inf where there are none."""
+    """Compute [heads] from all scores of each sequence; -inf where there are none."""
     query, key = case.draw()[0][:2]
     key = key.repeat_interleave(case.heads // case.kv_heads, dim=-2)
     ends = case.cu_seqlens or (0, case.seq_length)
@@ -40,7 +40,10 @@ def written_out(case: Case) -> torch.Tensor:
 
 
 def measured(cases: list[Case]) -> list[list[torch.Tensor]]:
-    """[heads] of each transport and case, over all ranks; both levels of a2a+p2p are in the world."""
+    """Return [heads] of each transport and case, over all ranks.
+
+    Both levels of a2a+p2p are in the world.
+    """
     found: list[list[torch.Tensor]] = []
     pair = make_groups(A2A)
     for comm_type in COMM_TYPES:
@@ -75,7 +78,10 @@ def test_every_transport() -> None:
 
 
 def test_long_tiles_in_half_precision() -> None:
-    """More rows than are multiplied at once, in bfloat16: scores are float32."""
+    """Scores must be float32 for bfloat16 rows.
+
+    There are more rows than are multiplied at once.
+    """
     case = Case(seq_length=1100, batch=1, heads=2, kv_heads=1, dtype=torch.bfloat16)
     query, key = (x.float() for x in case.draw()[0][:2])
     scores = torch.einsum("qbhd,kbcd->bhqk", query, key) / math.sqrt(case.qk_dim)

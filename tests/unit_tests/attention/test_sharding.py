@@ -24,7 +24,10 @@ from megatron_cp.attention.sharding import (
 
 @st.composite
 def packs(draw, max_size: int = 6):
-    """(cu_seqlens, cu_seqlens_padded, size): lengths from empty to longer than the padding rule's unit."""
+    """Draw (cu_seqlens, cu_seqlens_padded, size).
+
+    Lengths are from empty to longer than the padding rule's unit.
+    """
     size = draw(st.integers(1, max_size))
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6))
     unit = 2 * size if size > 1 else 1
@@ -104,7 +107,7 @@ def test_a_dense_shard_of_neighbours_is_one_or_two_runs_of_each(size, group):
 
 
 def test_the_shard_of_one_rank_is_the_whole():
-    """A copy of it would be out of the pinned memory that a GPU copies from."""
+    """A copy would not be in the pinned memory that a GPU copies from."""
     x = torch.randn(2, 12)
     assert shard_sequence(x, 1, 0, 1) is x and shard_sequence(x, 1, 0, 1, [0, 5, 12]) is x
     with pytest.raises(ValueError, match="must start at 0"):

@@ -12,7 +12,7 @@ from megatron_cp.models.layers.mamba.exchange import sequences_of
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """What goes to the device from now on."""
+    """Record the tables that go to the device from now on."""
     seen: list[np.ndarray] = []
     really = tables.on_device
 

@@ -36,7 +36,7 @@ def allowed_pairs(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> set[t
 
 
 def pairs_of(tile) -> np.ndarray:
-    """[pairs, 2] rows and columns that the tile's kernel computes."""
+    """List rows and columns [pairs, 2] that the tile's kernel computes."""
     rows, columns = np.mgrid[: tile.q_length, : tile.k_length]
     distance = columns - rows
     if tile.kind is Kind.CAUSAL:

@@ -36,7 +36,7 @@ def run(capsys):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The configurations that would have been trained."""
+    """Record the configurations that would have been trained."""
     configs = []
     module = type(sys)("megatron_cp.training.train")
     module.run = lambda config: configs.append(config) or 0
@@ -139,7 +139,10 @@ def test_a_described_environment_is_for_looking_only(run, started):
     ids=["the first rank", "the first of another node", "another"],
 )
 def test_one_rank_of_a_node_reports(run, started, monkeypatch, rank, local_rank, waits, begin):
-    """The launcher ends the other ranks of its node as soon as one fails; ranks of other nodes get no message."""
+    """Only one rank of a node may report.
+
+    The launcher ends the other ranks of its node as soon as one fails; ranks of other nodes get no message.
+    """
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("socket.gethostname", lambda: "node1")
@@ -171,7 +174,7 @@ def test_invalid_launcher_variables(run, started, monkeypatch, text):
 
 
 def test_a_missing_rank(run, started, monkeypatch):
-    """The ranks that are would wait for it, or it for them, until they give up."""
+    """A missing rank must be reported before the others wait for it."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "4")
     for command in (["train"], ["verify"]):
@@ -225,7 +228,7 @@ sys.argv = ["megatron-cp", *{["train"] * (program == "-m")}, "--recipe", {TINY!r
 
 
 def test_the_installed_program_is_the_module():
-    """Which answers Ctrl-C from its first line on."""
+    """The module answers Ctrl-C from its first line on."""
     programs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert programs == {"megatron-cp": "megatron_cp.__main__:main"}
 

@@ -32,7 +32,10 @@ GPU_MACHINE = Survey(
 
 
 def machine(found=GPU_MACHINE, **versions):
-    """The survey with other versions of some libraries (underscores for dashes), None for missing."""
+    """Return the survey with other versions of some libraries.
+
+    Names have underscores for dashes; None stands for a missing library.
+    """
     renamed = {name.replace("_", "-"): version for name, version in versions.items()}
     libraries = tuple(dataclasses.replace(x, version=renamed.get(x.name, x.version)) for x in found.libraries)
     known = {name: version for name, version in versions.items() if hasattr(found.environment, name)}
@@ -132,7 +135,10 @@ def test_which_attention_and_why(run, found, overrides, attention):
 
 
 def test_missing_packages_of_a_recipe_are_listed_once(run):
-    """With the wording of rule K57; packages that the recipe does not use are not named."""
+    """Missing packages must be named in the words of rule K57 (missing packages).
+
+    Packages that the recipe does not use are not named.
+    """
     found = machine(transformer_engine=None, mamba_ssm=None)
     hybrid = ("--recipe", "mamba_hybrid_tiny_pretrain_config")
     code, out, err = run(found, *hybrid)

@@ -227,7 +227,10 @@ RUN = {"context_parallel_size": 2, "microbatch_multiple": 4, "sync_ranks": 2, "p
     ids=["as it was", "asked for", "a larger size", "of an older version"],
 )
 def test_a_run_is_simulated_in_lockstep_as_it_trained(tmp_path, capsys, recorded, options, like, size):
-    """The longest sample needs two ranks; like a plan of the same lengths, but for its dynamic schedule."""
+    """The simulation must have the run's steps.
+
+    The longest sample needs two ranks. The run is like a plan of the same lengths, but for its dynamic schedule.
+    """
     lengths = [100, *range(5, 60)]
     found = Scheduled(schedule(lengths, 4, 64, sync_ranks=2, pipeline_size=3), lengths, PRESETS["h100_8b"])
     line = {"iteration": 1} | record(found, **recorded)
@@ -247,7 +250,7 @@ def test_a_run_is_simulated_in_lockstep_as_it_trained(tmp_path, capsys, recorded
 
 
 def test_damaged_lines_of_a_run_are_left_out(tmp_path, capsys):
-    """Of the schedules and of the metrics, as ``megatron-cp report`` does."""
+    """Damaged lines of schedules and metrics must be left out, as reports do."""
     step = SimpleNamespace(schedule=schedule([10, 20], 4, 64), lengths=[10, 20], cost=DEFAULT_COST)
     damaged = ['{"iteration": 1, "step_ti{"iteration": 1, "step_time_s": 3.0}', "\0\0\0", "[1]", '{"step_time_s": 4.0}']
     metrics = [*damaged, '{"iteration": 2, "step_time_s": 1.5}', '{"iteration": 2, "validation_loss": 5.0}', '{"iter']

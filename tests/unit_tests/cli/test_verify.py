@@ -15,7 +15,7 @@ RECIPE = ["verify", "--recipe", "llama_tiny_pretrain_config"]
 
 
 def verify(arguments: list[str], fault: str | None = None) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one rank."""
+    """Return exit code, standard output and standard error of one rank."""
     out, err = io.StringIO(), io.StringIO()
     planted = FAULTS[fault].plant() if fault else contextlib.nullcontext()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), planted:
@@ -60,7 +60,10 @@ def test_two_layouts_against_each_other() -> None:
 
 
 def test_the_flags_of_a_run_lay_out_both_sides() -> None:
-    """As in ``train``; overrides take precedence, also those of ``--against``."""
+    """Flags must work as in ``train``.
+
+    Overrides take precedence, also those of ``--against``.
+    """
     flags = ["-cp", "2", "-tp", "2", "--micro-batch-size", "2"]
     p2p = ["model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null"]
     code, out, err = of_all_ranks(*flags, "--steps", "1", "--against", "model.cp_comm_type=a2a", *p2p)
@@ -104,7 +107,10 @@ def test_experts_in_packs_are_compared_with_the_routers_loss() -> None:
 
 @pytest.mark.parametrize("on_all_ranks", [False, True])
 def test_groups_are_stopped_as_the_error_allows(monkeypatch: pytest.MonkeyPatch, on_all_ranks: bool) -> None:
-    """A rank that fails alone does not wait, as NCCL's groups would as they stop, for those that wait for it."""
+    """A rank that fails alone must not wait for ranks that wait for it.
+
+    NCCL's groups would wait as they stop.
+    """
     alone: list[bool] = []
 
     def fail(config: Any) -> None:

@@ -44,7 +44,7 @@ BOMBS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What imports take is not measured."""
+    """Import what a recipe needs: the time of imports is not measured."""
     load_recipe(TINY)
 
 

@@ -71,7 +71,10 @@ def problem(*overrides: str) -> str:
 
 
 def settled(**sections: Any) -> tuple[dict[str, Any], str]:
-    """A default configuration's settings with others beside them, and the problems, once Bridge's names are out."""
+    """Settle Bridge's names among the default settings; return settings and problems.
+
+    ``sections``: settings added to the defaults.
+    """
     settings = asdict(RunConfig())
     for section, values in sections.items():
         settings[section] = settings.get(section, {}) | values if isinstance(values, dict) else values
@@ -97,7 +100,10 @@ def test_no_row_hides_a_setting() -> None:
 
 
 def test_every_name() -> None:
-    """A value without effect, or one that always applies, is accepted; all others are explained."""
+    """Values without effect must be accepted, and all others explained.
+
+    A value that always applies is accepted, too.
+    """
     ours = asdict(RunConfig())
     for name, meaning in _NAMES.items():
         for value in ("anything", 3, True) if meaning.accepted is None else meaning.accepted:
@@ -118,7 +124,7 @@ BY_HAND = {
 
 
 def filled_in(word: str) -> str:
-    """An override of a fix with values for what stands for the user's own."""
+    """Return an override with values for placeholders."""
     setting, _, value = word.partition("=")
     plain = re.sub("PATH|NAME|PREFIX", "some", value).replace("WEIGHT", "1.0").replace("OWN/AHEAD", "M*/*")
     if value in ("VALUE", "N"):

@@ -86,7 +86,7 @@ LAYOUT_OF_A_MODEL = (
 
 
 def published_ffn(dim: int, ffn_dim_multiplier: float, multiple_of: int, **_) -> int:
-    """The reference implementation's way to the MLP's width."""
+    """Compute the MLP's width as the reference implementation does."""
     width = int(ffn_dim_multiplier * int(2 * 4 * dim / 3))
     return math.ceil(width / multiple_of) * multiple_of
 
@@ -122,7 +122,7 @@ def test_number_of_parameters_is_the_published_one(name):
 
 
 def test_qwen_is_the_published_one_lengthened_as_on_its_model_card():
-    """Its config.json, and the card's additions for 128K tokens."""
+    """The recipe must have config.json's values, and the model card's for 128K tokens."""
     m = load_recipe("qwen3_8b_128k_yarn_hcp_config").model
     _, published = model_from_hf(
         {
@@ -137,7 +137,7 @@ def test_qwen_is_the_published_one_lengthened_as_on_its_model_card():
 
 
 def test_gemma_is_the_published_one():
-    """Its config.json, and the billion parameters of its name."""
+    """The recipe must have config.json's values, and a billion parameters."""
     published = Gemma3TextConfig(
         hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512, query_pre_attn_scalar=256,
@@ -151,7 +151,10 @@ def test_gemma_is_the_published_one():
 
 
 def test_deepseek_is_the_published_one():
-    """Its config.json, and the 15.7 billion parameters of its paper."""
+    """The recipe must have config.json's values, and 15.7 billion parameters.
+
+    The paper has this number.
+    """
     published = {
         "model_type": "deepseek_v2", "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944,
         "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -203,7 +206,7 @@ FURTHER = {"nemotron_3_super_128k_dynamic_cp_pretrain_config": ("/*E/*E", 2, Tru
 
 @pytest.mark.parametrize("name", NEMOTRONS)
 def test_nemotrons_are_the_published_ones(name):
-    """Their config.json, and the parameters of their reports in billions."""
+    """The recipes must have config.json's values, and the reports' parameters."""
     m = load_recipe(name).model
     parameters, published = NEMOTRONS[name]
     theirs = NemotronHConfig(**published)

@@ -419,7 +419,7 @@ def test_a_length_in_samples_and_iterations_is_refused(length):
 
 
 def test_a_wheel_brings_every_file():
-    """Editable installations find the folders of the clone; a wheel has what pyproject.toml lists."""
+    """A wheel must have the files that an editable installation finds in the clone."""
     root = Path(__file__).parents[3]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     assert all(folder == f"share/megatron_cp/{Path(pattern).parent}" for folder, (pattern,) in listed.items())
@@ -451,7 +451,7 @@ def test_a_single_override_needs_no_list():
 
 
 def test_derived_values_adapt_to_a_new_layout(tmp_path: Path) -> None:
-    """A run's configuration is a recipe, and its layout and lengths are not the last."""
+    """A run's configuration is a recipe, and may get another layout or length."""
     layout = ["model.tensor_model_parallel_size=2", "model.cp_comm_type=p2p", "dataset.seq_length=128"]
     layout += ["model.hierarchical_context_parallel_sizes=null", "model.context_parallel_size=2"]
     other = ["model.tensor_model_parallel_size=1", "model.context_parallel_size=4", "dataset.seq_length=256"]
@@ -466,7 +466,7 @@ def test_derived_values_adapt_to_a_new_layout(tmp_path: Path) -> None:
 
 
 def test_positions_that_are_part_of_the_model_stay(tmp_path: Path) -> None:
-    """Of YaRN's scaling, or rows of weights."""
+    """YaRN's scaling and rows of weights depend on these positions."""
     for overrides in (["model.position_embedding_type=learned_absolute"], ["model.position_embedding_type=yarn"]):
         config = load_recipe("llama_tiny_pretrain_config", [*overrides, "dataset.seq_length=128"])
         (tmp_path / "config.yaml").write_text(to_yaml(config))

@@ -39,7 +39,7 @@ class WithOneMore(RunConfig):
 
 @pytest.fixture
 def one_more(monkeypatch: pytest.MonkeyPatch) -> type[RunConfig]:
-    """The configuration with two more settings, each of one line."""
+    """Add two settings to the configuration, each of one line."""
     monkeypatch.setattr(run_config, "RunConfig", WithOneMore)
     settings.cache_clear()
     yield WithOneMore
@@ -72,7 +72,7 @@ def test_every_setting_is_declared_with_its_facts() -> None:
 
 
 def test_translated_settings_exist_in_megatron_core() -> None:
-    """Otherwise nothing is passed on or translated, and the mark would be wrong."""
+    """Other settings are neither passed on nor translated, so no mark may say so."""
     for section, upstream in write_settings.UPSTREAM.items():
         known = {each.name for each in fields(upstream)}
         for name, facts in facts_of(type(getattr(RunConfig(), section))).items():
@@ -115,6 +115,6 @@ def test_the_reference_is_current() -> None:
 
 
 def test_megatron_cores_own_field_is_what_is_passed_on() -> None:
-    """The two of the test above are fields that nothing here declares."""
+    """The two settings of the test above are fields that nothing here declares."""
     known = {each.name for each in fields(TransformerConfig)}
     assert {each.name for each in fields(OneMore)} - {each.name for each in fields(ModelConfig)} <= known

@@ -69,9 +69,9 @@ def test_every_listed_name_exists_upstream() -> None:
 
 @pytest.mark.parametrize(("section", "config"), [each for each in CORE if each[1] is not MLATransformerConfig])
 def test_upstream_defaults_are_accepted(section: str, config: type) -> None:
-    """A configuration that writes out all defaults of megatron-core is taken, dtypes as Bridge writes them.
+    """A configuration may write out all defaults of megatron-core.
 
-    Those of latent attention ask for YaRN.
+    It writes dtypes as Bridge does. The defaults of latent attention ask for YaRN.
     """
     settings = asdict(RunConfig(mixed_precision=MixedPrecisionConfig(fp32=True)))
     before = copy.deepcopy(settings)
@@ -84,7 +84,10 @@ def test_upstream_defaults_are_accepted(section: str, config: type) -> None:
 
 
 def test_no_name_of_upstreams_gets_a_neighbour() -> None:
-    """No other setting is proposed for a name that upstream has: in its own section, in another one, or in none."""
+    """No other setting may be proposed for a name that upstream has.
+
+    The name stands in its own section, in another one, or in none.
+    """
     named = sorted(set(names().settings))
     in_a_wrong_section = [f"env.{name.partition('.')[2]}" for name in named]
     for name in (*named, *in_a_wrong_section):

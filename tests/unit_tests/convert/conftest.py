@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def ranks_start_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the command does, without a launcher."""
+    """Start ranks without a launcher, as the command does."""
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
 
 
@@ -30,7 +30,10 @@ def run_cli(folder: str, arguments: list[str], before: Any) -> tuple[int, str]:
 
 @pytest.fixture
 def convert(tmp_path: Path) -> Any:
-    """``convert(arguments...)``: exit code, and all that was printed; ``before(folder)`` runs first, in its process."""
+    """Return ``convert(arguments...)``, which returns exit code and output.
+
+    ``before(folder)`` runs first, in the command's process.
+    """
 
     def call(*arguments: Any, before: Any = None) -> tuple[int, str]:
         [(code, text)] = run_ranks(run_cli, 1, str(tmp_path), [str(a) for a in arguments], before)

@@ -186,7 +186,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def publish(folder: Path, variant: str, **changes: Any) -> None:
-    """Write a variant with random weights, none of them at a value where an error would not show."""
+    """Write a variant with random weights.
+
+    No weight has a value at which an error would not show.
+    """
     values = SHAPE | VARIANTS[variant] | changes
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(7)
@@ -203,7 +206,10 @@ def publish(folder: Path, variant: str, **changes: Any) -> None:
 
 
 def published_losses(folder: Path, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Per-token losses ``[b, s]`` of a folder's model, computed by Hugging Face's library in float32."""
+    """Compute per-token losses ``[b, s]`` of a folder's model with transformers.
+
+    In float32.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(tokens).logits

@@ -20,13 +20,13 @@ from tests.unit_tests.convert.published import publish
 
 
 def change(folder: Path, **values: Any) -> None:
-    """Other values in ``config.json``."""
+    """Change values in ``config.json``."""
     path = folder / "hf/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def change_weights(folder: Path, **shapes: Any) -> None:
-    """Other tensors in the weights' file: ``None`` takes one away."""
+    """Change tensors in the weights' file; ``None`` removes one."""
     path = folder / "hf/model.safetensors"
     tensors = load_file(path)
     for name, make in shapes.items():
@@ -39,7 +39,7 @@ def change_weights(folder: Path, **shapes: Any) -> None:
 
 
 def change_header(folder: Path, length: int | None = None, **values: Any) -> None:
-    """Change the header of the weights' file: its length, or its entry of the last norm."""
+    """Change the header of the weights' file: its length, or the last norm's entry."""
     path = folder / "hf/model.safetensors"
     content = path.read_bytes()
     (size,) = struct.unpack_from("<Q", content)

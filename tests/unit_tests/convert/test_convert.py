@@ -39,14 +39,14 @@ def export_to(folder: Path, name: str, *options: Any) -> None:
 
 
 def recipe_of(folder: Path, *overrides: str) -> RunConfig:
-    """The imported recipe on mock data with uneven loss masks, in float32."""
+    """Return the imported recipe on mock data with uneven loss masks, in float32."""
     usual = ("dataset.seq_length=32", "dataset.mock_masked_fraction=0.4", "train.train_iters=1")
     batch = ("train.global_batch_size=4", "logger.progress=none", f"checkpoint.save={folder}/run")
     return load_recipe(folder / "mcore" / "recipe.yaml", [*usual, *batch, "mixed_precision=fp32", *overrides])
 
 
 def losses_here(folder: Path, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Per-token losses ``[b, s]`` of the imported model, as a run begins with it."""
+    """Compute per-token losses ``[b, s]`` of the imported model at a run's start."""
     config = recipe_of(folder)
     start_alone(config)
     run, _ = start(config)

@@ -174,7 +174,10 @@ def test_settings_survive_export_and_import(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "declared"), [("plain", 96), ("llama 3", 96), ("hybrid", 96), ("yarn", 64)])
 def test_training_at_a_greater_length_is_declared(name: str, declared: int) -> None:
-    """But with YaRN, where the ratio to the original length may count."""
+    """Every longer length but YaRN's must be declared.
+
+    YaRN's ratio to the original length may count.
+    """
     model = replace(LLAMA, **MODELS[name][1])
     _, longer = hf_from_model(replace(model, seq_length=96), rows=256)
     _, shorter = hf_from_model(replace(model, seq_length=32), rows=256)
@@ -195,13 +198,19 @@ def test_training_at_a_greater_length_warns(name: str, reported: str) -> None:
 
 
 def factor_of_older_versions(values: dict[str, Any]) -> float:
-    """Return the factor that ``_compute_yarn_parameters`` of transformers 4.51 uses for any given factor."""
+    """Return the factor that transformers 4.51 uses for any given factor.
+
+    Its ``_compute_yarn_parameters`` computes the factor from the lengths.
+    """
     return values["max_position_embeddings"] / values["rope_scaling"]["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize(("declared", "note"), [(256, "the run's setting was 256"), (40, "setting was 40"), (64, "")])
 def test_older_versions_read_the_same_yarn(declared: int, note: str) -> None:
-    """For any declared length, the export declares the factor times the original length."""
+    """The export must declare the factor times the original length.
+
+    For any declared length.
+    """
     trained = RunConfig(model=replace(LLAMA, **YARN, max_position_embeddings=declared))
     _, values = hf_from_model(trained.model, rows=256)
     assert values["max_position_embeddings"] == 64 and factor_of_older_versions(values) == 4.0
@@ -219,7 +228,10 @@ def test_a_length_that_is_no_integer_is_reported() -> None:
 
 
 def test_a_model_without_a_window_states_it_in_two_keys() -> None:
-    """transformers 4.51 applies Qwen's default window of 4096 tokens even if use_sliding_window is false."""
+    """transformers 4.51 applies Qwen's default window without use_sliding_window, too.
+
+    The default window is 4096 tokens.
+    """
     for name in ("bias", "norm", "experts and norm"):
         _, values = hf_from_model(replace(LLAMA, **MODELS[name][1]), rows=256)
         assert (values["use_sliding_window"], values["sliding_window"]) == (False, None)
@@ -327,7 +339,10 @@ def test_every_setting_of_the_model_is_thought_of() -> None:
 
 
 def test_every_setting_of_a_hybrid_model_is_thought_of() -> None:
-    """Of other models it would be converted; here it must be refused, converted, or have no meaning."""
+    """A hybrid model's setting must be converted, refused, or have no meaning.
+
+    Some settings are converted for other models only.
+    """
 
     _, values = hf_from_model(replace(LLAMA, **HYBRID_EXPERTS), rows=256)
     usual = ModelConfig()
@@ -571,7 +586,10 @@ def test_unsupported_features_of_gemma_are_refused(setting: str, value: Any, nam
 
 
 def test_gemma_is_read_as_all_versions_write_it() -> None:
-    """Version 5 has one set of positions for each kind of layer; the oldest have a number instead of a list."""
+    """Each version's form of the rotary base and layer types must be read.
+
+    Version 5 has one set of positions for each kind of layer; the oldest have a number instead of a list.
+    """
     model = replace(LLAMA, **GEMMA3, seq_len_interpolation_factor=8.0)
     _, values = hf_from_model(model, rows=256)
     sets = {

@@ -32,7 +32,7 @@ GREEDY = Sampling(NEW, 0.0, None, None, 0)
 
 
 def imported(folder: Path, **changes: Any) -> Path:
-    """Import a random model with a tokenizer and a chat template; return the run's folder."""
+    """Import a random model with tokenizer and chat template; return the run's folder."""
     publish(folder / "hf", "llama", vocab_size=300, **changes)
     train_bpe([f"{PROMPT} mainly in the plain"] * 4, 300, folder / "tokenizer")
     settings = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
@@ -62,7 +62,7 @@ def transformers_text(folder: Path, ids: list[int]) -> str:
 
 
 def own_tokens(run: Path, ids: list[int], count: int) -> list[int]:
-    """The most probable tokens by the logits of our own model."""
+    """Return the most probable tokens by the logits of our own model."""
     found, tokens = find_checkpoint(run, None), torch.tensor([ids])
     config = single_rank_config(found.config, found.dtype)
     with whole_model(config) as whole, torch.no_grad():
@@ -122,7 +122,7 @@ def test_text_is_transformers_and_our_own_models(tmp_path: Path) -> None:
 
 
 def model_of(folder: Path, tokenizer: TokenizerConfig) -> TextModel:
-    """A model without tokenizer files, as the run's export has it."""
+    """Write a model without tokenizer files, as the run's export has it."""
     publish(folder, "llama", vocab_size=300)
     write_origin(folder, folder, tokenizer)
     model = TextModel(folder)

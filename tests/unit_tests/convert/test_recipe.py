@@ -25,7 +25,7 @@ A_VARIANT = {values["model_type"]: name for name, values in reversed(VARIANTS.it
 
 
 def write_documents(prefix: Path) -> None:
-    """A hundred documents of the small models' tokens, as a .bin and .idx pair."""
+    """Write a hundred documents of the small models' tokens, as .bin and .idx."""
     numbers = np.random.default_rng(1)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(100):
@@ -141,7 +141,7 @@ def test_weights_are_trained_in_their_own_precision(dtype: str, kind: str) -> No
 
 
 def test_every_setting_stands_under_a_reason() -> None:
-    """No section begins without a comment."""
+    """No section may begin without a comment."""
     text, _ = recipe_of("nemotron_3_nano_128k_dynamic_cp_pretrain_config")
     assert text.startswith("# ")
     assert re.findall(r"^\w+:\n(?!  # \S)", text, re.MULTILINE) == []

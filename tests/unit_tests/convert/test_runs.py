@@ -77,7 +77,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
-    """Save after two steps; return the loss of the third step, which uses the saved weights."""
+    """Save after two steps; return the third step's loss with the saved weights."""
     run, batches = start(tiny_config(**overrides))
     for _ in range(2):
         train_step(run, next(batches).microbatches)
@@ -89,7 +89,7 @@ def train_and_save(folder: str, overrides: dict[str, Any]) -> float:
 
 
 def export_and_compute(folder: str, overrides: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """The published model's loss on the third batch, by Hugging Face's library, and its config.json."""
+    """Export a run; return transformers' loss on the third batch, and config.json."""
     path, config = Path(folder), tiny_config(**overrides)
     print(export_model(path / "run", path / "out"))
     os.environ.pop("RANK")
@@ -118,7 +118,7 @@ def test_a_run_publishes_what_it_trained(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def halves(folder: str) -> None:
-    """bf16 in several files, to and fro, and into a float32 run."""
+    """Convert bf16 in several files in both directions, and into a float32 run."""
     path = Path(folder)
     publish(path / "hf32", "llama")
     model = AutoModelForCausalLM.from_pretrained(path / "hf32", dtype=torch.bfloat16)
@@ -152,7 +152,10 @@ def test_half_precision_in_several_files(tmp_path: Path) -> None:
 
 
 def kept_in_float32(folder: str, variant: str, ahead: str) -> None:
-    """Return the routers' biases of a bf16 model; its multi-token prediction is not exported."""
+    """Check that routers' biases of a bf16 model stay in float32.
+
+    Its multi-token prediction is not exported.
+    """
     path = Path(folder)
     publish(path / "hf", variant)
     file = path / "hf/model.safetensors"

@@ -19,7 +19,7 @@ from tests.unit_tests.convert.published import publish
 
 
 def fix_of(call: Any, *arguments: Any, **options: Any) -> list[str]:
-    """The words of the first alternative, as a shell hands them on."""
+    """Return the words of the first alternative, split as a shell does."""
     with pytest.raises(ConfigError, match="Fix: ") as refused:
         call(*arguments, **options)
     return shlex.split(str(refused.value).partition("Fix: ")[2].partition(" (")[0])

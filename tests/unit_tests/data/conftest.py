@@ -15,7 +15,10 @@ from tests.unit_tests.data.text.tokenizer_folders import TEMPLATES, WORDS, make_
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Callable[..., str]:
-    """``corpus(name, documents)`` writes documents of letters and returns the prefix of their .bin/.idx pair."""
+    """Return ``corpus(name, documents)``, which writes documents of letters.
+
+    It returns the prefix of their .bin/.idx pair.
+    """
 
     def make(name: str = "corpus", documents: int = 40, letters: str = "abcdefghijklm") -> str:
         rng = np.random.default_rng(0)
@@ -40,7 +43,10 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., tuple[str, TokenizerConfig]]:
-    """``prepared(template)``: the prefix of four documents in that form, and the settings that made them."""
+    """Return ``prepared(template)``, which writes four documents in that form.
+
+    It returns their prefix and the settings that made them.
+    """
 
     def make(template: str = "bos", *, name: str = "corpus", **settings: Any) -> tuple[str, TokenizerConfig]:
         folder = tmp_path / f"tokenizer-{template}"

@@ -99,7 +99,10 @@ def test_the_models_random_numbers_are_unchanged(num_workers: int) -> None:
 
 
 def test_workers_are_as_their_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked under every Python version, so they have the changes that the package made to its process."""
+    """Workers must have the changes that the package made to its process.
+
+    They are forked under every Python version.
+    """
 
     class HereOnly(Numbered):
         """No other interpreter could make one."""

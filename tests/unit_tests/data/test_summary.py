@@ -23,7 +23,10 @@ LENGTHS = [40, 1, 90, 33, 64, 2, 75, 51, 120, 28]
 
 
 def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
-    """Write documents of these lengths that end with ``end``; every third one has two sequences."""
+    """Write documents of these lengths that end with ``end``.
+
+    Every third one has two sequences.
+    """
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     rng = np.random.default_rng(len(lengths))
     for number, length in enumerate(lengths):
@@ -35,7 +38,10 @@ def write(prefix: Path, lengths: list[int], end: int = EOD) -> str:
 
 @pytest.fixture
 def data_lines(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, list[str], Datasets]]:
-    """Return the ``data:`` line of a run of ``samples`` training samples, the other lines, and the data sets."""
+    """Return the ``data:`` line of a run, the other lines, and the data sets.
+
+    The run trains on ``samples`` samples.
+    """
 
     def say(samples: int = 40, first: int = 0, **overrides: Any) -> tuple[str, list[str], Datasets]:
         given = {"train__train_iters": samples // 4, "tokenizer__eod_id": EOD, **overrides}
@@ -58,7 +64,7 @@ def data_lines(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, lis
 
 
 def one_epoch(dataset: Any) -> tuple[int, int, int]:
-    """Samples before the first one comes again, their tokens, and their tokens under the loss; by reading them all."""
+    """Count samples, tokens and tokens in the loss of one epoch by reading them."""
     seen: dict[bytes, tuple[int, int]] = {}
     for index in range(1000):
         sample = dataset[index]
@@ -169,7 +175,7 @@ def one_epoch_of(path: str, data_lines: Any, **packed: Any) -> Contents:
 
 
 def _of_small(dataset: Any, index: int, small: str) -> int:
-    """Whether a sample is of the second file: as the data set itself deals them."""
+    """Return 1 if a sample is of the second file, as the data set itself deals them."""
     if hasattr(dataset, "_blend_order"):
         return int(dataset._blend_order(index)[0])
     return int(dataset._dataset.dataset_index[index])

@@ -42,7 +42,7 @@ def in_a_process_of_its_own(variables: dict[str, str], *arguments: str) -> None:
 
 
 def run(*arguments: str) -> None:
-    """With Transformer Engine's layers for ``attention_backend=auto``."""
+    """Run with Transformer Engine's layers for ``attention_backend=auto``."""
     in_a_process_of_its_own({FOLDER: str(PACKAGE)}, *arguments)
 
 

@@ -16,7 +16,10 @@ TRUE = dataclasses.replace(
 
 
 def observed(true=TRUE, steps=6, noise=0.02, outliers=0.0, ranks=32, seed=0):
-    """A calibrator that saw every group of a few schedules, timed by ``true`` with noise."""
+    """Return a calibrator that has observed every group of a few schedules.
+
+    ``true`` gives the times, with noise.
+    """
     rng = np.random.default_rng(seed)
     calibrator = Calibrator(PRIOR, window=2048)
     for step in range(steps):
@@ -75,7 +78,10 @@ def test_whole_steps_are_enough():
 
 
 def test_factors_stay_within_their_bounds_of_the_scaled_prior():
-    """100 times as slow, and attention 20 times slower still: what may be taken of that is."""
+    """The fit may only take a part of a 20 times slower attention.
+
+    The machine is 100 times as slow as the prior, and attention 20 times slower still.
+    """
     true = dataclasses.replace(PRIOR, quadratic=20 * PRIOR.quadratic)
     calibrator = Calibrator(PRIOR, bound=2.0)
     for length in np.geomspace(100, 60_000, 80).astype(int):
@@ -99,7 +105,10 @@ def test_unobserved_terms_stay_proportional_to_the_prior():
 
 
 def test_a_fit_no_better_than_the_scaled_prior_is_not_taken():
-    """Three fifths of the times are the prior's; least squares would give some of that up for the rest of them."""
+    """Three fifths of the times are the prior's, and must stay so.
+
+    Least squares would give some of that up for the rest of them.
+    """
     calibrator = Calibrator(PRIOR)
     for index, length in enumerate(range(500, 9000, 100)):
         calibrator.observe([([length], 1)], PRIOR.seconds([length], 1) * (10.0 if index % 5 < 2 else 1.0))
@@ -109,7 +118,10 @@ def test_a_fit_no_better_than_the_scaled_prior_is_not_taken():
 
 @pytest.mark.parametrize("times", [0.05, 3, 30])
 def test_a_machine_of_any_speed_is_found(times):
-    """Twice the attention and a third of the rest, on a machine far from the prior's speed."""
+    """The fit must find any speed of a machine.
+
+    It has twice the attention and a third of the rest, far from the prior's speed.
+    """
     own = {"linear": 1 / 3, "quadratic": 2.0}
     names = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step")
     true = dataclasses.replace(PRIOR, **{name: getattr(PRIOR, name) * times * own.get(name, 1.0) for name in names})
@@ -141,7 +153,10 @@ def test_bad_measurements_are_refused():
 
 
 def test_calibration_makes_steps_faster_and_a_stale_model_stays_correct():
-    """The machine has a third of the assumed linear cost and twice the attention: schedules adapt once it is known."""
+    """Schedules must adapt once the cost is known.
+
+    The machine has a third of the assumed linear cost and twice the attention.
+    """
     true = dataclasses.replace(PRIOR, linear=PRIOR.linear / 3, quadratic=PRIOR.quadratic * 2)
     calibrated = observed(true=true, noise=0.01).fit().cost
     stale_total = fitted_total = 0.0

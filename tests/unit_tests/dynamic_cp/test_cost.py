@@ -7,7 +7,7 @@ from megatron_cp.dynamic_cp import PRESETS, CostModel
 
 
 def formula(cost, lengths, c):
-    """The documented formula, written out."""
+    """Compute the documented formula."""
     attention = sum(cost.quadratic * s * s / c * (1 + cost.small_tile * c / s) for s in lengths)
     total = cost.per_microbatch + attention + sum(cost.linear * s / c for s in lengths)
     if c > 1:
@@ -30,7 +30,10 @@ def test_seconds_are_the_documented_formula(name, c, lengths):
 @pytest.mark.parametrize("c", [1, 2, 8])
 @pytest.mark.parametrize("transport", ["p2p", "a2a"])
 def test_samples_with_a_kernel_call_of_their_own(c, transport):
-    """On a ring a sample takes two calls on the diagonal, one between them and one for each other rank."""
+    """A sample takes calls on the ring's diagonal, and one for each other rank.
+
+    There are two calls on the diagonal and one between them.
+    """
     cost = CostModel(1e-3, 1e-9, 1e-6, transport=transport, per_sample=1e-4)
     lengths = [300, 40, 7]
     assert cost.seconds(lengths, c) == pytest.approx(formula(cost, lengths, c), rel=1e-12)

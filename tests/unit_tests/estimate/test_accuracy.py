@@ -39,7 +39,7 @@ def errors(found: list[Outcome], source: str, dense: bool, *gpus: str) -> np.nda
 
 
 def test_dense_models(found: list[Outcome]) -> None:
-    """Of Bridge's containers and of NeMo, all on H100, B200 and GB200."""
+    """The rows are Bridge's containers and NeMo's, on H100, B200 and GB200."""
     for gpu in ("H100", "B200", "GB200"):
         every = np.concatenate([errors(found, part, True, gpu) for part in ("NeMo", "Megatron-Bridge")])
         assert len(every) >= 6
@@ -56,7 +56,7 @@ def test_a100(found: list[Outcome]) -> None:
 
 
 def test_context_parallel_bars_are_in_order(found: list[Outcome]) -> None:
-    """Except bars that are less than 0.08 apart, which is what they are predicted within."""
+    """Bars that are less than 0.08 apart are predicted within 0.08."""
     bars = [each for each in found if "speedup_over_tp8" in each.row["metric"] and each.predicted]
     assert len(bars) == 11
     for one in bars:

@@ -32,7 +32,10 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: tuple[int, in
 
 
 def test_a_dense_model_by_hand() -> None:
-    """Two layers, hidden 8, 4 heads of 2 with 2 KV heads, gated MLP of 12, 16 tokens in the vocabulary, 5 tokens."""
+    """The formula must give what a count by hand gives.
+
+    Two layers, hidden 8, 4 heads of 2 with 2 KV heads, gated MLP of 12, 16 tokens in the vocabulary, 5 tokens.
+    """
     tiny = model(num_layers=2, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=12)
     projections = 2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8)  # queries, keys, values, output
     mlp = 2 * 3 * 8 * 12
@@ -51,7 +54,7 @@ def test_documents_of_a_pack_do_not_attend_to_each_other() -> None:
 
 
 def test_the_operations_of_the_largest_models_are_counted_exactly() -> None:
-    """They are beyond 64 bits."""
+    """The counts do not fit 64 bits."""
     large = model(num_layers=126, hidden_size=16384, num_attention_heads=128, num_query_groups=8)
     one = training_flops(large, 128256, [2**22])
     assert one > 2**64 and training_flops(large, 128256, [2**22] * 1024) == 1024 * one
@@ -98,7 +101,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def matrix_elements(overrides: dict[str, Any]) -> float:
-    """Elements of every weight matrix that one token meets; experts by the share of them it meets."""
+    """Count elements of every weight matrix that one token uses.
+
+    Experts count by the share of them that a token uses.
+    """
     config = tiny_config(**overrides)
     run = setup(config, VOCAB)
     total = 0.0

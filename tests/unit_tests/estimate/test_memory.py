@@ -163,7 +163,10 @@ def test_stages_have_the_layers_that_megatron_core_gives_them(settings: dict) ->
 
 
 def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
-    """Korthikanti's factor: 1 + (pp - 1) / (pp * vpp) microbatches' layers on the first stage."""
+    """The first stage must hold Korthikanti's factor of microbatches.
+
+    1 + (pp - 1) / (pp * vpp) microbatches' layers.
+    """
     model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     assert max(sum(counts) for _, counts in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
     assert backward_states(_model(pipeline_model_parallel_size=4), 1, 64) == ((0, (3,)),)

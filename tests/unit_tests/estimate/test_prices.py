@@ -46,7 +46,10 @@ H100, CPU = load_device("h100"), load_device("cpu")
 
 
 def job_and_cost(shape: dict[str, Any], device: Device = H100, ranks: int = 1) -> tuple[Job, CostModel]:
-    """A packed microbatch on ``ranks`` ranks, and the cost model of any number of them."""
+    """Return a packed microbatch on ``ranks`` ranks, and the cost model.
+
+    The cost model holds for any number of ranks.
+    """
     config = RunConfig()
     config.dataset.seq_length = LONGEST
     sizes = {"num_attention_heads": 32, "vocab_size": 128256, "context_parallel_size": ranks}
@@ -94,7 +97,10 @@ def test_packs_cost_what_the_time_model_estimates(shape: dict[str, Any], length:
     ],
 )
 def test_costs_with_windows_are_near_the_time_model(window: dict[str, Any], error: float, length: int) -> None:
-    """As near as a quadratic and a linear term come: within a third at the worst, a window of an eighth."""
+    """A quadratic and a linear term must come within a third of the time model.
+
+    The worst case is a window of an eighth.
+    """
     job, cost = job_and_cost(LLAMA | window)
     pack = (length,) * (LONGEST // length)
     assert cost.seconds(pack, 1) == pytest.approx(seconds(job, pack), rel=error)
@@ -122,7 +128,10 @@ def test_only_layers_with_attention_move_keys_and_latent_attention_those_of_ever
 
 
 def test_a_window_of_one_key_costs_nothing_that_grows() -> None:
-    """A token sees itself, whatever the length: what grows is zero, give or take rounding, and no cost is negative."""
+    """No cost may grow with the length: a token sees itself alone.
+
+    Up to rounding. No cost may be negative either.
+    """
     config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", ["model.window_size=[0,0]"])
     for longest in range(32, 257, 32):
         for config.model.ffn_hidden_size in range(32, 129, 16):
@@ -133,7 +142,10 @@ def test_a_window_of_one_key_costs_nothing_that_grows() -> None:
 
 
 def test_published_costs_are_near_those_of_the_time_model() -> None:
-    """Of other software, on other clusters: within a third, a launch apart."""
+    """The costs must be within a third, except for the launch.
+
+    They are of other software, on other clusters.
+    """
     derived, published = job_and_cost(LLAMA)[1], PRESETS["h100_8b"]
     for name in ("quadratic", "linear", "kv_intra", "kv_inter", "ring_step"):
         assert getattr(derived, name) == pytest.approx(getattr(published, name), rel=0.35), name

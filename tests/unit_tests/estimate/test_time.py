@@ -76,7 +76,10 @@ def test_kinds_are_the_documented_ones_and_add_up(model: dict[str, Any], sizes: 
 
 
 def test_a_dense_step_takes_its_operations_at_the_devices_rate() -> None:
-    """Without messages, a bubble or a host the step is operations over rates and bytes over bandwidth."""
+    """A plain step must take operations over rates and bytes over bandwidth.
+
+    There are no messages, no bubble and no host.
+    """
     ideal = replace(H100, memory_bandwidth=1e30, launch_seconds=0, kernel_seconds=0, step_seconds=0, attention_half=0)
     asked = job(world=1, batch=4)
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
@@ -174,7 +177,10 @@ def test_groups_that_leave_the_node_share_its_network_cards() -> None:
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
-    """Eight ranks on two cores compute one after another, and fill the gaps of their pipeline."""
+    """Eight ranks on two cores compute one after another.
+
+    They fill the gaps of their pipeline.
+    """
     shared = replace(H100, cores=2)
     kinds, alone = (time_estimate(job(), device).kinds for device in (shared, H100))
     assert kinds == pytest.approx({kind: 4 * value for kind, value in alone.items()})
@@ -200,7 +206,7 @@ def test_an_all_to_all_has_a_latency_each_way() -> None:
 
 
 def test_a_fit_finds_the_speeds_of_a_device() -> None:
-    """Also with a run whose time is wrong."""
+    """A run with a wrong time must not disturb the fit."""
     true = scaled(H100, [0.8, 1.2, 0.7, 1.0, 1.0, 1.0])
     jobs = [
         job(),

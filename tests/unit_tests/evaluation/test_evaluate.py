@@ -65,7 +65,10 @@ def evaluate(folder: str, arguments: list[str]) -> int:
 
 
 def expected(folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return sums of loss, tokens and correct predictions by file and by position, from transformers."""
+    """Return transformers' sums of loss, tokens and correct predictions.
+
+    They are by file and by position.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64, attn_implementation="eager").eval()
     files = [[(text, 0) for text in TEXTS[:3]] + [("What? Nothing at all.", 6)], [(TEXTS[3], 0)], [(TEXTS[4], 0)]]
     by_file, positions = [], np.zeros((8, 3))
@@ -99,7 +102,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """``run(ranks, *arguments)`` evaluates the imported model; returns the exit codes."""
+    """Return ``run(ranks, *arguments)``, which evaluates the imported model.
+
+    It returns the exit codes.
+    """
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 

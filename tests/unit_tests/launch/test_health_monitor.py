@@ -21,7 +21,7 @@ MESSAGE = "megatron-cp: rank 0, forward of iteration 3: aborting because rank 2 
 
 
 def waiting(folder: str, port: int, blocks: Any) -> None:
-    """The last rank fails; the others' main threads block forever."""
+    """Fail on the last rank; block the others' main threads forever."""
     health_monitor._GRACE = 1.0
     rank = dist.get_rank()
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
@@ -55,7 +55,10 @@ def as_nccl_waits(folder: str, store: dist.Store) -> None:
 
 @pytest.mark.parametrize("waits", [nothing, as_nccl_waits])
 def test_blocked_ranks_exit_and_one_reports_why(waits: Any, tmp_path: Path) -> None:
-    """Also in a store request, as in a group's first collective with NCCL."""
+    """Ranks blocked in a store request must exit, too.
+
+    A group's first collective with NCCL makes such a request.
+    """
     text = end(tmp_path, waits)
     assert text.startswith(MESSAGE) and text.count("\n") == 1, text
 
@@ -83,7 +86,7 @@ def threads_after_the_end() -> list[str]:
 
 
 def test_no_thread_requests_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that returns from a request then aborts the process."""
+    """A thread that returns from a request at exit would abort the process."""
     monkeypatch.setattr(health_monitor, "_LOOK", 0.001)
     for names in run_ranks(threads_after_the_end, 2):
         assert not {"health monitor", "store watch", "store request"} & set(names), names

@@ -110,7 +110,7 @@ def in_a_hook() -> None:
 
 
 def after_an_error() -> None:
-    """As where an error is caught and published to all ranks; gloo's text has no name."""
+    """Catch an error and publish it to all ranks; gloo's text has no name."""
     try:
         receive()
     except RuntimeError:
@@ -221,19 +221,22 @@ def test_a_lost_peer_is_named(tmp_path: Path, exchange: Callable[[], None], lost
 
 
 def mismatched() -> None:
-    """A wrong argument of one rank; the others wait for its part."""
+    """Call with a wrong argument on one rank; the others wait for its part."""
     if int(os.environ["RANK"]) == 0:
         dist.all_to_all_single(ones(), ones(5))
     dist.all_to_all_single(ones(), ones())
 
 
 def keep_them_waiting() -> None:
-    """Alive, but busy with something else for longer than the time limit."""
+    """Stay busy for longer than the time limit."""
     time.sleep(3.5 * LIMIT)
 
 
 def receive_or_gather() -> None:
-    """Rank 1 waits the whole limit for a rank that is busy; rank 0 waits for rank 1, and not as long."""
+    """Receive from a busy rank on rank 1, and later from rank 1 on rank 0.
+
+    Rank 1 waits for the whole limit, rank 0 for less.
+    """
     if int(os.environ["RANK"]) == 0:
         time.sleep(LIMIT / 2)
         dist.recv(ones(), 1)

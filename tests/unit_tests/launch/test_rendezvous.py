@@ -24,7 +24,7 @@ TINY = ["train", "--recipe", "llama_tiny_p2p_pretrain_config", "model.context_pa
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    """torchrun's store."""
+    """Start a store as torchrun does."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -62,7 +62,10 @@ def test_restarted_ranks_ignore_keys_of_the_previous_attempt(launcher: dist.TCPS
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_not_in_the_last_start_waits_for_the_next(launcher: dist.TCPStore, late: int) -> None:
-    """It finds the name of a start without an answer; also if all other ranks had joined."""
+    """The rank finds the name of a start without an answer.
+
+    All other ranks may have joined already.
+    """
     launcher.set("start", "the_last")
     before = dist.PrefixStore("the_last", launcher)
     before.set("here_0", f"{HOST} nccl")
@@ -111,7 +114,7 @@ def test_all_ranks_reach_the_rendezvous(launcher: dist.TCPStore) -> None:
 
 
 def test_different_backends_are_named(launcher: dist.TCPStore) -> None:
-    """For instance on a node without visible GPUs, which uses gloo instead of NCCL."""
+    """A node without visible GPUs would use gloo instead of NCCL."""
     reports = run_ranks(problem_at_rendezvous, 4, ["gloo", "gloo", "staged", "gloo"], 1.0)
     assert len(set(reports)) == 1 and reports[0].startswith(
         "True ranks use different communication backends; training not started: gloo, without a GPU, on ranks 0-1, 3 "
@@ -188,7 +191,7 @@ def has_a_bug() -> None:
 def test_every_early_exit_is_published_to_other_nodes(
     launcher: dist.TCPStore, fail: Callable[[], None], message: str
 ) -> None:
-    """Errors with exit code 2 end the other nodes with 2, too."""
+    """Errors with exit code 2 must end the other nodes with 2, too."""
     reports = run_ranks(with_a_failing_rank, 3, "0", fail)
     kind = "DataError" if fail in (breaks_a_rule, lacks_its_corpus) else "RuntimeFault"
     assert reports[0] == reports[1] and reports[0].startswith(

@@ -71,7 +71,7 @@ def test_ranks_of_a_torchrun_that_srun_has_started_stay_theirs(name: str) -> Non
 
 @pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}])
 def test_one_process_is_a_run_of_its_own(more: dict[str, str]) -> None:
-    """Also in the script of a job of several tasks, because the script is no task."""
+    """The script of a job of several tasks is no task."""
     os.environ.update(more)
     slurm.take_rank()
     assert rank_variables() == {}

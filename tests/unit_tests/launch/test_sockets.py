@@ -47,7 +47,7 @@ Launch = Callable[..., subprocess.Popen]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start a launcher of ranks that complete the rendezvous and wait, in its own folder."""
+    """Start a launcher of ranks that rendezvous and wait, in its own folder."""
     launched: list[subprocess.Popen] = []
 
     def start(*options: str, module: str = "megatron_cp.torchrun", folder: str = "run") -> subprocess.Popen:
@@ -80,7 +80,7 @@ def wait_for(folder: Path, ranks: int, *launched: subprocess.Popen) -> None:
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """The addresses on which a process and its children listen."""
+    """Return the addresses on which a process and its children listen."""
     tree = [process, *process.children(recursive=True)]
     found = [each.laddr.ip for one in tree for each in one.net_connections("inet") if each.status == "LISTEN"]
     assert found
@@ -88,7 +88,10 @@ def listening(process: psutil.Process) -> set[str]:
 
 
 def test_two_runs_on_this_machine(launch: Launch, tmp_path: Path) -> None:
-    """Each finds ports of its own, and listens on the loopback alone; the ranks of one that is killed end."""
+    """Each run must find ports of its own, and listen on the loopback alone.
+
+    If one launcher is killed, its ranks end.
+    """
     runs = {name: launch("--nproc_per_node=2", folder=name) for name in ("a", "b")}
     for name, run in runs.items():
         wait_for(tmp_path / name, 2, run)
@@ -224,7 +227,10 @@ def test_ranks_without_a_launcher_name_a_port_that_is_taken(without_launcher: py
 
 
 def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a translation of addresses, where the fix lets others connect."""
+    """An address behind a translation of addresses must be named.
+
+    The fix lets others connect.
+    """
     port = free_port()
     with pytest.raises(RuntimeFault, match=f"port {port} of 192.0.2.1: Cannot .* or set MEGATRON_CP_LISTEN=0.0.0.0"):
         sockets._store_at("192.0.2.1", port, 2, True, timedelta(seconds=5))

@@ -27,7 +27,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The arguments of every launcher."""
+    """Record the arguments of every launcher."""
     calls: list[list[str]] = []
     module = ModuleType("megatron_cp.torchrun")
     module.main = lambda argv: calls.append(argv) or 7  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_a_runs_folder_is_evaluated(tmp_path: Path, launched: list[list[str]]) -
 
 
 def test_torchs_launcher_prints_a_mistake_once_and_last(tmp_path: Path) -> None:
-    """The real one. Its traceback and exit code 1 are its own."""
+    """The traceback and exit code 1 of torch's launcher must not appear."""
     command = [
         "-m",
         "torch.distributed.run",

@@ -116,7 +116,7 @@ def wait(folder: str, how: str, keeper: int) -> None:
 
 @pytest.mark.parametrize("how", ["frozen", "gone"])
 def test_waiting_ranks_exit_and_one_reports_why(keeper: Keeper, how: str, tmp_path: Path) -> None:
-    """As in a step, or in one of torch's own store requests."""
+    """Ranks may wait in a step, or in one of torch's own store requests."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(wait, 2, str(tmp_path), how, keeper.pid, timeout=40.0, grace=20.0)
     assert str(failed.value).count("died without a report (exit 1)") == 2, failed.value
@@ -125,7 +125,7 @@ def test_waiting_ranks_exit_and_one_reports_why(keeper: Keeper, how: str, tmp_pa
 
 
 def pause(folder: str) -> None:
-    """This process is frozen for longer than the limit; the store is not."""
+    """Watch the store in a process that is frozen for longer than the limit."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
     watch(store, 1.0)
     Path(folder, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))

@@ -189,8 +189,10 @@ def test_ranks_get_the_launchers_second_signal(launch: Callable[..., Launched]) 
 
 
 def test_a_terminal_that_hangs_up_stops_the_ranks(tmp_path: Path) -> None:
-    """As an ssh connection that closes does: the terminal's shell and the launcher have SIGHUP, some of them twice, and
-    nothing that is written arrives."""
+    """A closed ssh connection must stop the ranks.
+
+    The terminal's shell and the launcher get SIGHUP, some of them twice, and nothing that is written arrives.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "launch.py").write_text(OUTLIVING_LAUNCHER)
@@ -258,7 +260,10 @@ def test_stopped_runs_are_not_restarted(launch: Callable[..., Launched]) -> None
 
 
 def test_launchers_of_two_nodes_rendezvous(launch: Callable[..., Launched]) -> None:
-    """A stop signal to one launcher stops the ranks of both; neither launcher then waits for the other."""
+    """A stop signal to one launcher must stop the ranks of both.
+
+    Neither launcher then waits for the other.
+    """
     where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     nodes = [launch(*where, f"--node_rank={node}", seconds=2.0) for node in range(2)]
     nodes[0].pids()
@@ -270,7 +275,7 @@ def test_launchers_of_two_nodes_rendezvous(launch: Callable[..., Launched]) -> N
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "die"])
 def test_other_nodes_report_a_killed_rank(launch: Callable[..., Launched], how: str) -> None:
-    """Once all have met, and before."""
+    """Other nodes must report it before and after the rendezvous."""
     where = ("--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     nodes = [launch(*where, f"--node_rank={node}", how=how, script=DEAF) for node in range(2)]
     if how == "kill":
@@ -283,7 +288,7 @@ def test_other_nodes_report_a_killed_rank(launch: Callable[..., Launched], how: 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_exit_if_one_stops_before_the_rendezvous(launch: Callable[..., Launched], rank: int) -> None:
-    """As at Ctrl-C in one rank while it starts."""
+    """Ctrl-C in one rank while it starts must end the others."""
     started = time.monotonic()
     code, text = launch(how=f"interrupted{rank}", script=DEAF).ended()
     assert code == 130 and f"megatron-cp: rank {rank} stopped before the rendezvous" in text, text
@@ -291,7 +296,7 @@ def test_ranks_exit_if_one_stops_before_the_rendezvous(launch: Callable[..., Lau
 
 
 def test_a_launcher_reports_a_lost_store(launch: Callable[..., Launched]) -> None:
-    """torchrun ends with a traceback."""
+    """torchrun itself ends with a traceback."""
     port = free_port()
     where = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     first = launch(*where)
@@ -326,7 +331,7 @@ def test_a_rank_that_continues_after_others_stopped_has_failed(launch: Callable[
 
 
 def test_failed_runs_are_restarted(launch: Callable[..., Launched]) -> None:
-    """Also where the others, which torch then asks to stop, end with 143."""
+    """A run must also restart where the ranks that torch stops end with 143."""
     run = launch(*ALONE, "--max-restarts=1", how="fail")
     code, text = run.ended()
     assert code == 1 and "megatron-cp: rank 0 failed first: exit code 1; its messages are above\n" in text, text

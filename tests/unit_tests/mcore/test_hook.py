@@ -73,7 +73,7 @@ print(HAVE_TE, Adam.__module__, fused_kernel)
 
 
 def run_beside(folder: Path, packages: dict[str, str], code: str) -> subprocess.CompletedProcess[str]:
-    """Python's own process, in which these packages are the first to be found."""
+    """Run code in a new Python process that finds these packages first."""
     for name, text in packages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -83,8 +83,10 @@ def run_beside(folder: Path, packages: dict[str, str], code: str) -> subprocess.
 
 
 def test_gpu_packages_are_not_imported_without_a_gpu(tmp_path: Path) -> None:
-    """A folder of packages that nodes with and without GPUs share: importing some of them fails here, others compute
-    on GPUs only."""
+    """Nodes with and without GPUs may share a folder of packages.
+
+    Importing some of them fails here, others compute on GPUs only.
+    """
     done = run_beside(tmp_path, PLANTED, TAKEN)
     assert done.stdout.split() == ["False", "torch.optim.adamw", "None"], done.stderr[-2000:]
 

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 
 def norms(elements: int) -> tuple[float, float]:
-    """megatron-core's norm of a gradient, and the truth."""
+    """Return megatron-core's norm of a gradient, and the exact one."""
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
     gradient = torch.randn(elements, generator=torch.Generator().manual_seed(1))
@@ -33,7 +33,10 @@ def test_gradient_norms_are_exact(elements: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(16,), (8, 24, 0, 16), (40, 8, 8), (0, 8)], ids=str)
 def test_packs_are_rotated_as_one_by_one(size: int, lengths: tuple[int, ...]) -> None:
-    """To the bit as upstream's own loop over sequences, and without a number that the host would have to wait for."""
+    """The bits must be those of upstream's loop over sequences.
+
+    No number may make the host wait.
+    """
     source = inspect.getsource(sys.modules[rope_utils.__name__])
     upstream: dict[str, Any] = vars(rope_utils) | {}
     exec(source[source.index("def _apply_rotary_pos_emb_thd") : source.index("def apply_rotary_pos_emb(")], upstream)

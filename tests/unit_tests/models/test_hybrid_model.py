@@ -20,7 +20,10 @@ MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "hybrid": HYBRID}
 
 
 def rotated(overrides: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query and one key in float64, at each of 16 positions, as the model rotates them."""
+    """Return a query and a key as the model rotates them at 16 positions.
+
+    In float64.
+    """
     config = tiny_config(**overrides)
     run, _ = start(config)
     angles = run.model[0].module.rotary_pos_emb(16).double()
@@ -47,7 +50,10 @@ HALVES = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "ml
 
 
 def name_in_hybrid(name: str) -> str:
-    """A GPT model's parameter's, in the hybrid model of attention and MLP layers in turn."""
+    """Rename a GPT model's parameter as in the hybrid model.
+
+    The hybrid model has attention and MLP layers in turn.
+    """
     half = re.compile(r"(?:layers\.(\d+)|mtp_model_layer)\.(" + "|".join(HALVES) + r")\b")
 
     def renamed(found: re.Match[str]) -> str:
@@ -59,7 +65,10 @@ def name_in_hybrid(name: str) -> str:
 
 
 def first_step(overrides: dict[str, Any], weights: dict[str, torch.Tensor] | None) -> Any:
-    """Losses and gradient norm of a step, from the weights given; and the weights it began with."""
+    """Return losses and gradient norm of a step, and its first weights.
+
+    The step begins with ``weights``, if given.
+    """
     run, batches = start(tiny_config(**overrides))
     parameters = dict(run.model[0].module.named_parameters())
     for name, weight in (weights or {}).items():
@@ -88,7 +97,7 @@ def test_depths_of_a_hybrid_begin_with_weights_of_their_own() -> None:
 
 
 def dropped(overrides: dict[str, Any]) -> list[list[bool]]:
-    """What each dropout of this rank's first step drops."""
+    """Return what each dropout of this rank's first step drops."""
     masks, dropout = [], torch.nn.functional.dropout
 
     def seen(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

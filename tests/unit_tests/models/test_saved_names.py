@@ -85,7 +85,7 @@ def test_norms_are_saved_as_transformer_engines_layers_save_them(name: str) -> N
 
 
 def written_before(folder: str) -> None:
-    """By a version that took upstream's names."""
+    """Save a checkpoint as a version that took upstream's names did, and load it."""
     experts = tiny_config(**EXPERTS)
     with pytest.MonkeyPatch.context() as patch:
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": MLP_NORM[:-6]}

@@ -29,7 +29,10 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("function", ACTIVATIONS)
 def test_only_swiglu_is_fused(function: str, gated: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core's other fused functions refuse some of these, and approximate gelu where a CPU does not."""
+    """megatron-core's other fused functions refuse some of these settings.
+
+    They approximate gelu where a CPU does not.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = {"activation_func": function, "gated_linear_unit": gated, "add_bias_linear": bias}
     config: Any = transformer_config(tiny_config(**{f"model__{name}": value for name, value in model.items()}))
@@ -62,7 +65,7 @@ def test_the_device_of_weight_initialization(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
-    """megatron-core asks for pre-softmax where a router chooses one expert, be there a router or not."""
+    """megatron-core asks for pre-softmax if one expert is chosen, router or not."""
     assert transformer_config(tiny_config(model__moe_router_topk=1)).num_moe_experts is None
     experts: dict[str, Any] = {"model__num_moe_experts": 4, "model__moe_router_topk": 1}
     with pytest.raises(ValueError, match="Please use --moe-router-pre-softmax when topk is 1"):
@@ -72,7 +75,7 @@ def test_the_experts_of_a_model_without_any_do_not_matter() -> None:
 
 
 def test_latent_attention_has_keys_for_every_head() -> None:
-    """Upstream passes ``num_query_groups`` to Transformer Engine, which is not the number of key heads."""
+    """Upstream passes ``num_query_groups``, which is not the number of key heads."""
     assert transformer_config(tiny_config(model__num_query_groups=2)).num_query_groups == 2
     latent: dict[str, Any] = {"model__num_query_groups": 2, "model__multi_latent_attention": True}
     assert transformer_config(tiny_config(**latent)).num_query_groups == 8

@@ -17,7 +17,7 @@ RANKS_PER_NODE = 2
 
 
 def _builds(folders: list[Path]) -> int:
-    """How often this rank builds what its node keeps in its one of ``folders``."""
+    """Count how often this rank builds what its node keeps in ``folders``."""
     node, os.environ["LOCAL_RANK"] = map(str, divmod(int(os.environ["RANK"]), RANKS_PER_NODE))
     builds = []
 
@@ -41,7 +41,10 @@ def test_nodes_with_file_systems_of_their_own_build_once_each(tmp_path: Path) ->
 
 
 def _outcome(at_fault: int | None) -> str:
-    """Return the result of ``run_once_per_node`` on nodes of one rank each: one fails, or each finds another value."""
+    """Return the result of ``run_once_per_node`` on nodes of one rank each.
+
+    One rank fails, or each finds another value.
+    """
     rank, os.environ["LOCAL_RANK"] = int(os.environ["RANK"]), "0"
 
     def work() -> int:

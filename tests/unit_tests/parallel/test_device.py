@@ -54,7 +54,7 @@ class StartedError(Exception): ...
 def test_a_task_that_sees_its_own_gpu_only_shares_none(
     monkeypatch: pytest.MonkeyPatch, by_torchrun: bool, refused: bool
 ) -> None:
-    """As Slurm's tasks with --gpus-per-task; torchrun's ranks see all GPUs of their node."""
+    """Slurm's tasks with --gpus-per-task see one GPU, torchrun's ranks all of a node."""
 
     def rendezvous(means: str, timeout: object) -> None:
         assert means == "nccl"

@@ -16,7 +16,7 @@ def progression(text: str) -> list[int]:
 
 
 def expanded(text: str) -> list[list[int]]:
-    """The groups that an abbreviated table stands for."""
+    """Return the groups that an abbreviated table stands for."""
     groups, count, size, shifts = re.fullmatch(
         r"(\[.*\]) \((\d+) of (\d+)(?:: the first shifted by (.*))?\)", text
     ).groups()
@@ -77,7 +77,10 @@ def test_an_abbreviated_table_is_exact(order: str, tp: int, levels: tuple[int, i
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 def test_the_all_to_all_level_is_contiguous(order: str) -> None:
-    """Neighbours next to the tensor-parallel ranks: what shares a node in the usual numbering of ranks."""
+    """The level must lie next to the tensor-parallel ranks.
+
+    These share a node in the usual numbering of ranks.
+    """
     for tp in (1, 2):
         layout = RankLayout(48, tp=tp, cp=12, pp=2, hierarchical=(4, 3), order=order)
         a2a, p2p = layout.hierarchical_groups()

@@ -37,7 +37,7 @@ def test_a_schedule_in_another_order_is_reported(tmp_path: Path) -> None:
 
 
 def outputs_in_memory(overrides: dict[str, Any], freed: bool) -> tuple[Losses, int]:
-    """Losses of two steps, and how many outputs that it had sent a stage still held, at most, when it sent another."""
+    """Return losses of two steps, and the most sent outputs held at a send."""
     sent: list[StorageWeakRef] = []
     most = 0
     communicate = pipeline.PipelineCommunicator._communicate
@@ -75,14 +75,17 @@ ONE_BY_ONE = {"model__overlap_p2p_comm": False}
     ids=["pp2", "pp4, recomputed", "pp2 vpp2, not overlapped", "pp2 vpp2"],
 )
 def test_what_was_sent_is_freed(layout: dict[str, Any], ranks: int, kept: int, otherwise: int) -> None:
-    """Many microbatches are under way in a pipeline, each with its stage's output."""
+    """Each of a pipeline's many microbatches has its stage's output."""
     freed, held = (run_ranks(outputs_in_memory, ranks, layout, freed)[0] for freed in (True, False))
     assert freed[0] == held[0]
     assert (freed[1], held[1]) == (kept, otherwise)
 
 
 def sent_while_computing(overrides: dict[str, Any]) -> tuple[Losses, int]:
-    """Losses of a step, and for how many of its messages this rank waited only after it had computed something else."""
+    """Return losses of a step, and a count of messages that overlap with compute.
+
+    These are the messages that this rank waited for only after it had computed something else.
+    """
     events: list[Any] = []
     send, forward, backward = dist.isend, schedules.forward_step, schedules.backward_step
 
@@ -116,8 +119,11 @@ def sent_while_computing(overrides: dict[str, Any]) -> tuple[Losses, int]:
 
 
 def test_virtual_stages_compute_while_messages_are_on_their_way() -> None:
-    """Where a rank goes forward and back in turns: the first one for four of its eight virtual microbatches, whose
-    outputs and two gradients it sends, the last one for six, with two outputs and all gradients."""
+    """Messages of ranks that go forward and back in turns must overlap with compute.
+
+    The first rank takes turns for four of its eight virtual microbatches, whose outputs and two gradients it sends, the
+    last one for six, with two outputs and all gradients.
+    """
     overlapped = run_ranks(sent_while_computing, 2, PP2 | VPP2)
     one_by_one = run_ranks(sent_while_computing, 2, PP2 | VPP2 | ONE_BY_ONE)
     assert [losses for losses, _ in overlapped] == [losses for losses, _ in one_by_one]

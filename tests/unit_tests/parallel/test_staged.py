@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e
 
 
 def start(folder: str, device: str, timeout: float = 120.0) -> None:
-    """The staged backend as this rank's default group."""
+    """Start the staged backend as this rank's default group."""
     staged.register()
     staged.register()
     if device == "cuda":
@@ -39,7 +39,7 @@ def start(folder: str, device: str, timeout: float = 120.0) -> None:
 
 
 def own(rank: int, device: str, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
-    """What a rank has: bits that differ by rank and place."""
+    """Return a rank's tensor: bits that differ by rank and place."""
     values = torch.arange(torch.Size(shape).numel(), device=device).reshape(shape) * 3 + 50 * rank
     return (values % 7 > 2) if dtype == torch.bool else (values % 100).to(dtype)
 
@@ -50,7 +50,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def moves(folder: str, device: str) -> None:
-    """Everything that only moves data, in every dtype, against what each rank is known to have."""
+    """Compare collectives that only move data with each rank's tensor.
+
+    In every dtype.
+    """
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
@@ -124,7 +127,10 @@ def reduces(folder: str, device: str) -> None:
 
 
 def talks(folder: str, device: str) -> None:
-    """Messages with tags, batched, in any order; several operations as one; groups of some of the ranks."""
+    """Send messages with tags, in batches and in any order.
+
+    Also several operations as one, and groups of some of the ranks.
+    """
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     ahead, behind = (rank + 1) % size, (rank - 1) % size
@@ -172,7 +178,10 @@ def talks(folder: str, device: str) -> None:
 
 
 def waits(folder: str, device: str) -> float:
-    """Sent tensors may change at once. Received ones are valid after ``wait``, or once the work is complete."""
+    """Check when tensors may be used.
+
+    Sent tensors may change at once. Received ones are valid after ``wait``, or once the work is complete.
+    """
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, into = own(rank, device), torch.full((size * 3, 4), -1.0, device=device)
@@ -208,7 +217,7 @@ def run_staged(fn: Any, ranks: int, tmp_path: Any, monkeypatch: pytest.MonkeyPat
 
 
 def later_names(folder: str, device: str) -> None:
-    """What torch 2.14 calls, with any torch."""
+    """Call what torch 2.14 calls, with any torch."""
     start(folder, device)
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.group.WORLD
@@ -278,7 +287,7 @@ def packs_staged(folder: str, lengths: str, overrides: dict[str, Any], device: s
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 )
 def test_packs_pass_through_virtual_stages(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of different lengths between the same two ranks: they must not be taken for each other."""
+    """Messages of different lengths between two ranks must not be exchanged."""
     lengths = lengths_file(tmp_path)
     # A schedule with timed steps differs in each run.
     packs = DYNAMIC | {"model__max_seqlen_per_dp_cp_rank": 64, "model__dynamic_context_parallel_calibration_iters": 0}
@@ -291,7 +300,10 @@ def test_packs_pass_through_virtual_stages(device: str, tmp_path: Any, monkeypat
 
 
 def test_without_the_copies_the_results_would_be_missing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the tests above: were host tensors handed to gloo directly, a broken delivery would not be seen."""
+    """The tests above must be able to fail.
+
+    Were host tensors handed to gloo directly, a broken delivery would not be seen.
+    """
     monkeypatch.setattr(staged, "to_device", lambda host, tensor: None)
     with pytest.raises(RanksFailed):
         run_staged(moves, 3, tmp_path, monkeypatch, "cpu")

@@ -68,7 +68,7 @@ def words_of(base, settings):
 
 
 def test_the_search_finds_what_trying_everything_finds():
-    """The queue of least times leaves nothing faster out."""
+    """The queue of least times must leave nothing faster out."""
     config = load_recipe("llama32_1b_pretrain_config", ["train.global_batch_size=16", "train.check_memory=false"])
     case = Case(config, 8, 4, dataclasses.replace(Environment.of("gpu"), gpus_per_node=4))
     models = Models.on(load_device("h100"), 4)
@@ -195,7 +195,7 @@ def test_a_thousand_gpus_take_seconds_and_no_torch():
 
 
 def test_a_folder_of_hugging_faces_format_is_planned_for(plan, tmp_path):
-    """Its config.json is enough."""
+    """The config.json must be enough."""
     config = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=2048, num_hidden_layers=16)
     config |= dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256)
     (tmp_path / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=131072)))
@@ -209,7 +209,7 @@ def line_of(out: str, begin: str) -> str:
 
 
 def test_the_last_line_trains_the_layout_that_was_found(plan, tmp_path, monkeypatch):
-    """Also with flags, which a recipe does not have."""
+    """The line must also have the flags, which a recipe does not have."""
     code, out, _ = plan("--recipe", RECIPE, "--gpus", "16", "--gpu", "h100", "-tp", "4", "--top", "1")
     assert code == 0
     words = shlex.split(line_of(out, "train layout 1: megatron-cp train "))
@@ -241,7 +241,7 @@ def test_a_model_without_a_known_vocabulary_is_refused(plan):
     ],
 )
 def test_settings_that_break_a_rule_under_every_layout(plan, words, fix):
-    """Once a layout is looked at, and once for each transport."""
+    """The rules are asked once a layout is looked at, and once for each transport."""
     code, _, err = plan(*SMALL, *words)
     assert code == 2 and "the rules reject the layouts" in err and f"Fix: {fix}" in err
     assert plan(*SMALL, *words, fix)[0] == 0

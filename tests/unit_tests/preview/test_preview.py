@@ -81,7 +81,10 @@ def case_of(config: RunConfig, world_size: int) -> Case:
 
 
 def test_ranks_of_samples_of_one_length_and_their_documents(tmp_path: Path) -> None:
-    """As BatchIterator divides them; documents have two sequences each, and two files are blended."""
+    """Ranks must get the samples that BatchIterator gives them.
+
+    Documents have two sequences each, and two files are blended.
+    """
     written, rng = {}, np.random.default_rng(0)
     for name in ("a", "b"):
         prefix = str(tmp_path / name)
@@ -129,7 +132,7 @@ def test_ranks_of_samples_of_one_length_and_their_documents(tmp_path: Path) -> N
 
 
 def split(text: str, marks: str, tokenizer: Tokenizer, most: int | None = None) -> list[tuple[str, bool | None]]:
-    """Pieces of a text whose tokens at ``1`` are learned."""
+    """Split a text into pieces whose tokens at ``1`` are learned."""
     ids = np.array(tokenizer.tokenize(text))
     flags = np.array([mark == "1" for mark in marks]) if marks else np.arange(len(ids)) >= len(ids) // 2
     return [piece[:2] for piece in pieces_of(ids, flags, tokenizer, most, has_documents=False)]

@@ -50,7 +50,10 @@ def seconds_on(device: Device, config: RunConfig) -> float:
 
 
 def run_folder(root: Path, name: str, device: Device, factor: float = 1.0, steps: int = 5) -> Path:
-    """A run of one of :data:`LAYOUTS`, as if it had been measured on ``device``; its first two steps are slow."""
+    """Write a run of one of :data:`LAYOUTS`, as if measured on ``device``.
+
+    Its first two steps are slow.
+    """
     config = config_of(name)
     folder = root / name
     folder.mkdir()

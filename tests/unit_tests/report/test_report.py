@@ -24,7 +24,10 @@ HCP = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 
 
 def run_folder(folder: Path, steps: int = 30, model: dict[str, Any] | None = None, ranks: int = 4) -> Path:
-    """A run's folder with made-up numbers: 100 tokens/s more each step, forward-backward three quarters of the time."""
+    """Write a run's folder with made-up numbers.
+
+    Each step has 100 tokens/s more; forward-backward takes three quarters of the time.
+    """
     folder.mkdir(parents=True)
     draw = random.Random(0)
     lines: list[dict[str, Any]] = []
@@ -65,7 +68,7 @@ def test_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_bar_and_its_table_name_the_same_thing_and_number(tmp_path: Path) -> None:
-    """With evaluations, and a last reading over fewer iterations than the others."""
+    """The run has evaluations, and a last reading over fewer iterations."""
     folder = run_folder(tmp_path / "a", steps=32)
     with (folder / "metrics.jsonl").open("a") as file:
         timers = {"data": 0.04, "forward_backward": 0.3, "optimizer": 0.06, "evaluation": 1.6}

@@ -29,7 +29,7 @@ def event(cat: str, name: str, begin: float, dur: float, tid: int = 7, **argumen
 
 
 def kernel(number: int, name: str, launched: float, begin: float, dur: float) -> list[dict[str, Any]]:
-    """As the host launches it and the device runs it; microseconds."""
+    """Return the events of a kernel's launch and its run, in microseconds."""
     return [
         event("cuda_runtime", "cudaLaunchKernel", launched, 2, correlation=number),
         event("kernel", name, begin, dur, tid=20, correlation=number, stream=20),
@@ -45,7 +45,10 @@ def written(folder: Path, events: list[dict[str, Any]], name: str = "rank0_itera
 
 
 def two_steps() -> list[dict[str, Any]]:
-    """Each 1000 us: idle for the data, a product, attention, a message half behind it, idle before the optimizer."""
+    """Return the events of two steps of 1000 us each.
+
+    Idle for the data, a product, attention, a message half behind it, idle before the optimizer.
+    """
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}, {"ph": "i", "name": "mark", "ts": 3}]
     # Before the first: over, under way when it begins, and a wait.
     events += [*kernel(98, ADAM, -300, -200, 100), *kernel(99, ADAM, -300, -30, 40)]

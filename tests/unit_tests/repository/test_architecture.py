@@ -80,7 +80,10 @@ def package_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Packages of ours that a module imports from, anywhere in it but for type checkers."""
+    """Return packages of ours that a module imports from.
+
+    Imports for type checkers do not count.
+    """
     names = set()
     for node in ast.walk(house.imported_tree(path)):
         if isinstance(node, ast.Import):
@@ -109,7 +112,7 @@ def test_folders_are_small() -> None:
 
 
 def listed_reach() -> dict[str, set[str]]:
-    """The names of each module in the table of 3rdparty/README.md."""
+    """Return each module's names in the table of 3rdparty/README.md."""
     text = (PACKAGE.parent / "3rdparty" / "README.md").read_text()
     table = text.partition("### Every private name")[2]
     rows = re.findall(r"^\| `([\w/]+\.py)` \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
@@ -122,7 +125,7 @@ def test_every_private_name_and_patch_is_listed() -> None:
 
 
 def test_megatron_core_is_changed_and_its_private_names_are_read_in_one_place() -> None:
-    """Elsewhere a class of ours may override private methods of the class of megatron-core's that it replaces."""
+    """Private names may be overridden where a class replaces megatron-core's class."""
     wrong = {}
     for name, path in house.modules().items():
         taken = {each: of for each, of in house.upstream_names(path).items() if of.startswith("megatron.")}
@@ -135,13 +138,16 @@ def test_megatron_core_is_changed_and_its_private_names_are_read_in_one_place() 
 
 
 def test_ranks_exchange_values_in_one_module() -> None:
-    """But attention's transports, which move rows of tensors."""
+    """Attention's transports are the exception: they move rows of tensors."""
     places = {name for name, path in house.modules().items() if house.collectives(path)}
     assert places == {"megatron_cp.parallel.collectives", "megatron_cp.attention.transports.comm"}
 
 
 def test_files_are_written_aside_in_one_module() -> None:
-    """But checkpoints, which many ranks write, and which replace another one (training/checkpoint/files.py)."""
+    """Checkpoints are the exception: many ranks write them.
+
+    They also replace another one (training/checkpoint/files.py).
+    """
     renaming = {"os.replace", "os.rename", "os.renames", "shutil.move"}
     places = {
         name
@@ -167,7 +173,10 @@ def test_transports_are_named_in_few_places() -> None:
 
 
 def test_functions_take_what_they_read() -> None:
-    """The whole configuration goes to what needs most of it; everything else takes sections or values."""
+    """Only what needs most of the configuration may take all of it.
+
+    Everything else takes sections or values.
+    """
     assert len(house.files_that_name("RunConfig")) <= 20, house.files_that_name("RunConfig")
     assert len(house.functions_given("RunConfig")) <= 40, house.functions_given("RunConfig")
 
@@ -194,7 +203,10 @@ def test_output_goes_through_the_terminal_module(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_printed_text_names_no_file_of_the_clone(path: Path) -> None:
-    """A wheel has none of these files. installation.py checks for a clone."""
+    """A wheel has none of these files.
+
+    installation.py checks for a clone.
+    """
     if path.name in ("installation.py", "document.py"):  # the latter is for docs/reference/rules.md
         return
     nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -205,7 +217,10 @@ def test_printed_text_names_no_file_of_the_clone(path: Path) -> None:
 
 
 def test_settings_are_named_by_their_fields() -> None:
-    """Not by text: a renamed setting is found wherever it is read, and a wrong name is an error."""
+    """A renamed setting must be found wherever it is read.
+
+    Text would hide it; a wrong name of a field is an error.
+    """
     written = house.files_that_write(field.name for field in dataclasses.fields(ModelConfig))
     assert sum(map(len, written.values())) / len(written) <= 1.5
     assert {name: files for name, files in written.items() if len(files) > 4} == {}

@@ -85,7 +85,7 @@ def test_a_failed_case_does_not_stop_the_others() -> None:
 
 
 def test_the_sustained_rate_is_measured_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that slows down by a third when it has been busy for two seconds."""
+    """The GPU slows down by a third after two busy seconds."""
     now = [0.0]
 
     def matmul(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ def blocks(language: str, page: str = PAGE) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the page's recipes, as a reader would have saved them."""
+    """Return a folder with the page's recipes, as a reader would save them."""
     own, derived = blocks("yaml")
     (tmp_path / "my_run.yaml").write_text(own)
     (tmp_path / "derived.yaml").write_text(derived)

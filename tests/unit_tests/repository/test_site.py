@@ -22,7 +22,10 @@ CAVEATS = DOCS / "explanation" / "status.md"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site; a link, anchor or page that is missing fails the build (with --quiet it would not)."""
+    """Build the site.
+
+    A link, anchor or page that is missing fails the build (with --quiet it would not).
+    """
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -82,7 +85,10 @@ def test_only_one_page_lists_what_has_not_run(page: Path) -> None:
 
 
 def test_the_kubernetes_manifest_matches_the_schema() -> None:
-    """The schema is JobSet v1alpha2's, without descriptions; unknown fields are errors."""
+    """The schema is JobSet v1alpha2's, without descriptions.
+
+    Unknown fields are errors.
+    """
     page = (DOCS / "how-to" / "kubernetes.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml title=\"jobset.yaml\"\n(.*?)```", page, flags=re.S)
     packed = Path(__file__).with_name("jobset_schema.json.gz").read_bytes()

@@ -67,7 +67,10 @@ def test_the_page_is_current() -> None:
 
 
 def test_a_card_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and the list of what was not run are kept; a recipe without a card gets one."""
+    """Commands and the list of what was not run must be kept.
+
+    A recipe without a card gets one.
+    """
     monkeypatch.setattr(verification_cards, "CARDS", tmp_path / "cards")
     write(TINY, "0" * 40)
     path = tmp_path / "cards" / f"{TINY}.yaml"
@@ -93,7 +96,7 @@ def test_differences_beyond_rounding_are_listed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_commands_work_as_typed(tmp_path: Path) -> None:
-    """From the root of the repository, with the environment activated."""
+    """Commands are typed at the repository's root, with the environment activated."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for kind in CHECKS:
         command = ALL[TINY][kind]["command"] + (f" checkpoint.save={tmp_path}" if kind == "train" else "")

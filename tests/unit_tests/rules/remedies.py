@@ -21,7 +21,10 @@ VALUES = {"PATH": "corpus", "PREFIX": "corpus", "NAME": "some", "ID": "0"}
 
 @pytest.fixture(scope="module", autouse=True)
 def recipes_are_composed_once() -> Iterator[None]:
-    """Hydra takes a third of a second, the overrides of settings none."""
+    """Compose each recipe once.
+
+    Hydra takes a third of a second, the overrides of settings none.
+    """
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(lambda name, choices: recipes_compose(name, list(choices)))
         recipes_compose = recipes._compose
@@ -30,7 +33,7 @@ def recipes_are_composed_once() -> Iterator[None]:
 
 
 def violations_of(example: Example, fixes: Sequence[Fix] = ()) -> list[Violation]:
-    """Return the violations of an example after typing fixes after its overrides, in order."""
+    """Return the violations of an example after typing fixes behind its overrides."""
     overrides, world_size = list(example.overrides), example.world_size
     environment = Environment.of(example.environment)
     for fix in fixes:
@@ -46,7 +49,7 @@ def _filled_in(word: str) -> str:
 
 
 def failures_of(example: Example, most: int = 20) -> list[str]:
-    """The alternatives of an example's fixes that do not work: empty where all do.
+    """List the alternatives of an example's fixes that do not work.
 
     An alternative works where its violation is gone and no error is left but those that were there from the start and
     that their own fixes mend.

@@ -62,7 +62,7 @@ class TestTransformerEngine:
         }
 
     def test_head_dims_that_its_kernels_do_not_take(self):
-        """On one rank it has an attention of plain matrix products left, but not of packs."""
+        """One rank may use plain matrix products, but not for packs."""
         ring = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=null")
         latent = ("model.multi_latent_attention=true", "model.qk_head_dim=16", "model.qk_pos_emb_head_dim=8", *ring)
         for dims in (("model.kv_channels=20",), (*latent, "model.v_head_dim=12")):
@@ -321,7 +321,7 @@ class TestAuto:
         assert self.resolve(*overrides, latent, node=4, environment="gpu")[:2] == ("a2a", None)
 
     def test_auto_respects_limits_of_packs(self):
-        """To Transformer Engine a pack's group has one level, and must fit an all-to-all as it is."""
+        """A pack's group has one level for Transformer Engine, and must fit an all-to-all."""
         te, packed = "model.attention_backend=te", "model.sequence_packing_scheduler=dp_balanced"
         two = ("model.num_query_groups=2", te)
         assert self.resolve(*two, node=2, environment="gpu")[:2] == ("a2a+p2p", [2, 2])
@@ -382,7 +382,7 @@ class TestEnvironment:
         assert all(v.severity == "warning" for v in found)
 
     def test_looking_for_gpus_does_not_start_cuda(self, monkeypatch):
-        """Ranks that are forked later could not use it."""
+        """Ranks that are forked after CUDA's start could not use it."""
         driver = Driver("580.1", (13, 0), (Gpu("H200", 9.0, 140 << 30),) * 2)
         monkeypatch.setattr("megatron_cp.rules.environment.read_driver", lambda: driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -248,7 +248,7 @@ def test_a_shortened_warmup_warns():
 
 
 def test_a_warmup_flag_beside_a_recipes_fraction_is_refused(tmp_path):
-    """The fraction would take precedence, and the typed value would be dropped silently."""
+    """The fraction would take precedence, and the typed value would have no effect."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"defaults: [{EXAMPLE_RECIPE}, _self_]\nscheduler: {{lr_warmup_fraction: 0.5, lr_warmup_iters: 0}}\n"
@@ -285,7 +285,10 @@ def selective(*modules):
     ids=str,
 )  # fmt: skip
 def test_modules_that_cannot_be_recomputed_alone_are_refused(overrides, environment):
-    """A bias comes back as an output: the backward pass never ends. The up-projection would need a compiler."""
+    """Recomputing these modules alone would never end, or would need a compiler.
+
+    A bias comes back as an output, so the backward pass never ends. The up-projection would need a compiler.
+    """
     assert errors(*selective("mlp"), environment=environment) == {}
     assert errors(*LATENT, *selective("mla_up_proj"), environment="gpu") == {}
     remedy = [*WHOLE_LAYERS, "model.recompute_modules=null"]
@@ -450,7 +453,7 @@ def test_one_replica_balances_the_global_batch():
     [(3, 8, []), (3, 9, []), (12, 8, ["[2,6]", "[4,3]"]), (4, 9, []), (4, 8, ["[2,2]"])],
 )
 def test_the_levels_proposed_fit_the_heads(cp, heads, levels):
-    """None of them has one rank: that is a plain transport."""
+    """No level may have one rank: that is a plain transport."""
     overrides = [f"model.context_parallel_size={cp}", f"model.num_attention_heads={heads}", "dataset.seq_length=288"]
     overrides += [f"model.num_query_groups={heads}", f"model.hidden_size={heads * 16}"]
     found = errors(*overrides, "model.hierarchical_context_parallel_sizes=[5,1]", world_size=cp)
@@ -566,7 +569,7 @@ OUT_OF_RANGE = {
 
 
 def number_lists():
-    """Settings that may be a list or mapping with numbers in it, found by their types."""
+    """Yield settings that may be a list or mapping with numbers, by their types."""
     for path in field_paths(RunConfig):
         text = describe(kind_of(RunConfig, path))
         if "int" in text.partition("list of")[2] or "number" in text.partition(" of ")[2]:

@@ -50,7 +50,7 @@ def test_typed_overrides_give_the_value(setting, value):
 
 
 def test_a_shell_passes_every_override_unchanged():
-    """The text of every fix of the table, split by a real shell."""
+    """A real shell must split the text of every fix into its overrides."""
     fixes = [fix for id in RULES for each in example_violations(id) for fix in parse_fix(each.fix) if fix.overrides]
     lines = [str(fix).removesuffix(f" ({fix.note})").rpartition(" with ")[2] for fix in fixes]
     script = "\n".join(f"printf '%s\\n' {line}" for line in lines)
@@ -59,7 +59,10 @@ def test_a_shell_passes_every_override_unchanged():
 
 
 def left_after(*overrides, world_size=4):
-    """Return the violations, and those left after typing the first alternative of the first fix."""
+    """Return the violations, and those left after typing the first fix.
+
+    Only the first alternative of the fix is typed.
+    """
     example = Example(overrides, world_size)
     (found, *_) = violations_of(example)
     return found, violations_of(example, parse_fix(found.fix)[:1])
@@ -76,7 +79,10 @@ def test_a_fix_includes_dependent_settings():
 
 
 def test_a_fix_distinguishes_given_and_derived_settings():
-    """A length of the data's alone is mended alone; where the model's was given too, both are."""
+    """A fix must change the settings that were given.
+
+    A length of the data's alone is mended alone; where the model's was given too, both are.
+    """
     for given, settings in (("dataset", ["dataset"]), ("model", ["dataset", "model"])):
         found, left = left_after(f"{given}.seq_length=250")
         assert found.rule == "B1" and left == []

@@ -20,7 +20,10 @@ FLAT = ("model.cp_comm_type=p2p", "model.hierarchical_context_parallel_sizes=nul
 
 
 def upstream_builds(values: dict[str, Any]) -> bool:
-    """Whether megatron-core gives every layer to one stage, in order, and none of them nothing."""
+    """Return whether megatron-core gives each layer to one stage, in order.
+
+    No stage may be empty.
+    """
     stages, chunks = values["pipeline_model_parallel_size"], values["virtual_pipeline_model_parallel_size"]
     try:
         config = TransformerConfig(hidden_size=8, num_attention_heads=1, pipeline_dtype="any", **values)

@@ -108,7 +108,7 @@ UNUSED = [
 
 
 def findings(*overrides: str, environment: str = "cpu") -> list:
-    """What rule K19 finds."""
+    """Return the findings of rule K19."""
     words = [word for text in overrides for word in text.split()]
     found = check(load_recipe(EXAMPLE_RECIPE, [*FLAT, *words]), 4, environment=environment)
     return [violation for violation in found if violation.rule == "K19"]
@@ -162,7 +162,10 @@ def test_no_config_has_unread_settings(choice: str) -> None:
 
 
 def test_sizes_of_experts_without_experts_are_ignored() -> None:
-    """Their process groups are built for every model: the grid must fit, and nothing else reads its size."""
+    """The experts' process groups are built for every model, so their grid must fit.
+
+    Nothing else reads the sizes.
+    """
     config = load_recipe(EXAMPLE_RECIPE, ["parallel=none", "model.expert_tensor_parallel_size=2"])
     found = {each.rule: each for each in check(config, 1, environment="cpu")}
     assert found.keys() == {"A3", "K19"} and found["A3"].field == found["K19"].field
@@ -173,7 +176,10 @@ def test_sizes_of_experts_without_experts_are_ignored() -> None:
 
 @pytest.mark.parametrize("base", ["", LATENT], ids=["plain", "latent"])
 def test_rules_ignore_unused_sizes(base: str) -> None:
-    """But for the experts' tensor parallel size: its process groups are built for every model."""
+    """Only the experts' tensor parallel size counts in every model.
+
+    Its process groups are built for every model.
+    """
     config = load_recipe(EXAMPLE_RECIPE, [*FLAT, *base.split()])
     unused_settings = {name for name, facts in settings().items() if not all(when.holds(config) for when in facts.when)}
     sizes = [field for field in sorted(unused_settings) if int in alternatives(kind_of(RunConfig, field))]

@@ -62,7 +62,7 @@ def test_a_run_that_is_longer_than_its_schedule(schedule: list[str], left: int |
 
 
 def test_dynamic_groups_of_one_rank_warn_and_the_fix_widens_them():
-    """As schedules really come out, of batches of the samples that the recipe would train on."""
+    """The warning must follow from schedules of the recipe's own samples."""
     alone = ["model.dynamic_context_parallel=true", "model.context_parallel_size=1", "model.cp_comm_type=p2p",
              "model.hierarchical_context_parallel_sizes=null", "train.micro_batch_size=1",
              "dataset.seq_length=4096"]  # fmt: skip

@@ -34,8 +34,10 @@ check(load_recipe(TINY[2], TINY[3:]), 2)
 
 
 def run_cli(folder: str, arguments: list[str], before: Any, recipe: str | None = None) -> tuple[int, str]:
-    """Exit code and standard error of one rank; ``before`` is called first, inside the rank. Without a ``recipe`` of
-    its own the run is tiny."""
+    """Return exit code and standard error of one rank.
+
+    ``before`` is called first, inside the rank. Without a ``recipe`` of its own the run is tiny.
+    """
     if before is not None:
         before()
     path = Path(folder) / f"stderr{os.environ['RANK']}"
@@ -52,7 +54,7 @@ class _EndedByTheLauncherError(BaseException): ...
 
 
 def _turn_of_the_first() -> str:
-    """There is no launcher here that ends all ranks with the first one."""
+    """End all ranks but the first, as a launcher would."""
     if launcher.is_first_rank():
         return ""
     raise _EndedByTheLauncherError

@@ -18,7 +18,7 @@ SMALL = ["train.global_batch_size=2", "train.micro_batch_size=1", "dataset.seq_l
 
 
 def notebook(folder: str) -> tuple[list[str], list[int], str]:
-    """The page's example, small, twice in one process without a launcher."""
+    """Run the page's example, small, twice in one process without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     os.chdir(folder)

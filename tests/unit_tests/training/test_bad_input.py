@@ -94,7 +94,7 @@ def test_configuration_errors_exit_with_two_before_any_file_is_written(
     ids=lambda overrides: next(iter(overrides)),
 )
 def test_a_run_that_python_starts_is_checked_before_it_has_groups(overrides: dict[str, Any]) -> None:
-    """What builds data and batches takes these settings as they are."""
+    """The code that builds data and batches takes these settings as they are."""
     (field,) = (name.replace("__", ".") for name in overrides)
     with pytest.raises(ConfigError, match=re.escape(field)):
         run(tiny_config(**overrides))
@@ -111,7 +111,7 @@ def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> N
 
 
 def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
-    """megatron-core loads the rows that both have: it takes any difference for padding."""
+    """megatron-core loads the rows that both have: it takes them for padding."""
     assert cli()[0] == 0
     for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
         code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
@@ -122,7 +122,10 @@ def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
 
 
 def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_path: Path) -> None:
-    """As for longer sequences: a larger rotary base, from the weights alone and never unnoticed."""
+    """A larger rotary base may begin with saved weights, but never unnoticed.
+
+    Longer sequences need one. Only the weights are loaded.
+    """
     assert cli()[0] == 0
     code, text = cli("model.rotary_base=500000")
     assert code == 2 and "model.rotary_base is 500000.0 here and 10000.0 in the checkpoint" in text, (code, text)
@@ -166,7 +169,7 @@ def test_another_schedule_exits_with_two_and_names_both_fixes(cli: Any) -> None:
 
 
 def test_the_recipe_of_a_short_run_can_be_trained_further(cli: Any, tmp_path: Path) -> None:
-    """The recipe's warmup is longer than the run; the recorded warmup is the one used."""
+    """The recorded warmup must be used: the recipe's is longer than the run."""
     assert cli("scheduler.lr_warmup_iters=10")[0] == 0
     longer = load_recipe(tmp_path / "run" / "config.yaml", ["train.train_iters=3"])
     assert [v for v in check(longer, 2, environment="cpu") if v.severity == "error"] == []
@@ -205,7 +208,10 @@ def test_pretrained_weights_are_loaded_once(cli: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_with_another_start_resumes_from_its_own_checkpoint(cli: Any, tmp_path: Path) -> None:
-    """The same command resumes the run's own folder; the first checkpoint is only the start."""
+    """The same command must resume the run's own folder.
+
+    The first checkpoint is only the start.
+    """
     schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
     assert cli(*schedule, "train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
     again = [*schedule, "train.exit_interval=1", "train.train_iters=4", "checkpoint.ckpt_step=1"]

@@ -26,7 +26,7 @@ def change_samples(how: Callable[[int, dict], dict]) -> None:
 
 
 def other_samples() -> None:
-    """As if this node had another sample index."""
+    """Change the samples as if this node had another sample index."""
     change_samples(lambda index, sample: sample | {"tokens": sample["tokens"].roll(1)})
 
 

@@ -51,7 +51,10 @@ def train_packs(lengths: str, overrides: dict[str, Any]) -> Run:
 
 
 def three_runs(trained: Callable[..., Run], *arguments: Any) -> list[tuple[bool, int]]:
-    """Of each run that trained a step: whether its model lives on, and the threads there are (gloo: three a group)."""
+    """Train three runs; return whether each one's model lives on, and the threads.
+
+    gloo has three threads a group.
+    """
     left = []
     for _ in range(3):
         run = trained(*arguments)
@@ -64,7 +67,10 @@ def three_runs(trained: Callable[..., Run], *arguments: Any) -> list[tuple[bool,
 
 
 def threads(expected: int | None) -> int:
-    """How many there are. On a busy machine one that is ending takes a moment: it has twenty seconds."""
+    """Count the threads.
+
+    On a busy machine a thread that is ending takes a moment: it has twenty seconds.
+    """
     deadline = time.monotonic() + 20
     while True:
         number = len(os.listdir("/proc/self/task"))

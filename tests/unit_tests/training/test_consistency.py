@@ -106,7 +106,7 @@ def other_configuration() -> None:
 
 
 def test_another_checkpoint_on_one_rank(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with a folder of its own, or one that sees what another wrote late."""
+    """A node may have a folder of its own, or see late what another wrote."""
     monkeypatch.chdir(tmp_path)
     assert cli("train.train_iters=2", "checkpoint.save_interval=1")[0] == 0
     for folder in ("here/begun", "there/begun"):

@@ -20,7 +20,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_in_epochs_is_the_run_of_as_many_iterations(cli: Any, tmp_path: Path) -> None:
-    """Seven and a half samples in batches of two."""
+    """The run has seven and a half samples, in batches of two."""
     code, text = cli(*EPOCHS, "train.exit_interval=3", ranks=1)
     assert code == 0, text
     line = "train.train_epochs=1.5: 7.5 samples (5 an epoch), 4 iterations of 2, the last one with 0.5 samples more"

@@ -75,7 +75,7 @@ def test_a_step_is_megatron_cores_own(name: str) -> None:
 
 
 def changed_gradient(run: Run, rank: int, name: str, value: float) -> None:
-    """One rank's first gradient of a parameter is this number in each place."""
+    """Fill a parameter's first gradient with one number, on one rank."""
     if int(os.environ["RANK"]) == rank:
         (parameter,) = (p for chunk in run.model for n, p in chunk.module.named_parameters() if n.endswith(name))
         values = iter([value])
@@ -83,7 +83,7 @@ def changed_gradient(run: Run, rank: int, name: str, value: float) -> None:
 
 
 def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
-    """Steps on gradients that are this many times as large."""
+    """Train on gradients that are this many times as large."""
     run, batches = start(tiny_config(optimizer__clip_grad=1e-3, **overrides))
     for parameter in (parameter for chunk in run.model for parameter in chunk.module.parameters()):
         parameter.register_hook(lambda gradient: gradient * factor)
@@ -102,7 +102,10 @@ def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
     ],
 )
 def test_a_norm_whose_square_overflows_is_exact(name: str) -> None:
-    """Squares of 1e20 overflow float32. After clipping, these gradients equal those of a run without the factor."""
+    """Clipped gradients must equal those of a run without the factor.
+
+    Squares of 1e20 overflow float32.
+    """
     ranks, overrides = CASES[name]
     usual, large = (run_ranks(with_large_gradients, ranks, overrides, factor) for factor in (1.0, 2.0**80))
     for (results, parameters), (expected, same) in zip(large, usual, strict=True):
@@ -140,7 +143,10 @@ def large(run: Run) -> None:
 
 @pytest.mark.parametrize("overrides", [{}, PLAIN], ids=["distributed optimizer", "plain"])
 def test_gradients_that_adam_cannot_square_end_all(overrides: dict[str, Any]) -> None:
-    """They are not clipped, and an infinite second moment would freeze a parameter for ever."""
+    """An infinite second moment would freeze a parameter for ever.
+
+    Such gradients are not clipped.
+    """
     unclipped = overrides | {"optimizer__clip_grad": 0.0}
     for text in run_ranks(faults, 2, unclipped, large):
         assert "but the gradient norm is " in text and "e+24: the squared norm overflows" in text, text
@@ -156,7 +162,7 @@ def in_a_copy(run: Run) -> None:
 
 
 def after_the_reduction(run: Run) -> None:
-    """On one of two ranks that have the same sums."""
+    """Damage the gradient of one of two ranks that have the same sums."""
     finalize = run.core_config.finalize_model_grads_func
 
     def finalize_and_damage(*args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ INFINITE = resource.RLIM_INFINITY
 
 
 def leave_memory() -> None:
-    """For 16 MiB more."""
+    """Limit this process to 16 MiB more memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, INFINITE))
 
@@ -47,7 +47,10 @@ def a_mapping() -> None:
 
 
 def leave_files(count: int) -> None:
-    """The limit is one of the files' numbers."""
+    """Limit this process to ``count`` more open files.
+
+    The limit is one of the files' numbers.
+    """
     free = (number for number in range(4096) if not os.path.exists(f"/proc/self/fd/{number}"))
     resource.setrlimit(resource.RLIMIT_NOFILE, ([next(free) for _ in range(count + 1)][-1], 4096))
 
@@ -63,7 +66,7 @@ def a_group() -> None:
 
 
 def as_another_user(start: Callable[[], Any]) -> None:
-    """With a limit of one process; the superuser has no such limit."""
+    """Start with a limit of one process, which the superuser does not have."""
     os.setresuid(65534, 65534, 0)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
     try:
@@ -143,13 +146,13 @@ def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_open_files_is_named_before_the_rendezvous(cli: Any) -> None:
-    """Where torch would try to connect again until the time limit."""
+    """torch would try to connect again until the time limit."""
     code, text = cli("train.train_iters=5", before=lambda: leave_files(5))
     assert code == 1 and text.count("the limit of open files is reached. Fix: ulimit -n 65536") == 2, text
 
 
 def mount(folder: str, options: str) -> None:
-    """A file system of its own for this rank alone, which takes it along."""
+    """Mount a file system for this rank alone; it ends with the rank."""
     os.unshare(os.CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -159,7 +162,7 @@ def mount(folder: str, options: str) -> None:
 @as_root
 @pytest.mark.parametrize("size", [pytest.param("4k", marks=pytest.mark.slow), "40k"])
 def test_full_shared_memory_is_named(cli: Any, size: str) -> None:
-    """Semaphores do not fit, or batches do not."""
+    """Neither semaphores (4k) nor batches (40k) fit."""
     arguments = ["train.train_iters=5", "dataset.num_workers=1", "dataset.seq_length=16384"]
     code, text = cli(*arguments, before=lambda: mount("/dev/shm", f"size={size}"))
     assert code == 1 and "/dev/shm=0 MiB: shared memory" in text and "dataset.num_workers=0" in text, text
@@ -177,7 +180,10 @@ def test_full_shared_memory_is_named(cli: Any, size: str) -> None:
 def test_metrics_that_cannot_be_written_end_the_run(
     cli: Any, tmp_path: Path, disk: str, options: str, why: str
 ) -> None:
-    """One message, and no thread's traceback; also where TensorBoard's files are on another disk than the rest."""
+    """One message must appear, and no thread's traceback.
+
+    TensorBoard's files may be on another disk than the rest.
+    """
     arguments = ["logger.tensorboard=true", f"logger.tensorboard_dir={tmp_path}/{disk}/tensorboard"]
     code, text = cli(
         *arguments,

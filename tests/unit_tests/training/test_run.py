@@ -75,7 +75,10 @@ def test_phases_and_memory_of_a_run(cli: Any, tmp_path: Path) -> None:
 
 
 def test_phases_add_up_to_the_steps_time(cli: Any, tmp_path: Path) -> None:
-    """Ranks that are kept from running are in no phase; one run of three that is left alone will do."""
+    """One run of three that is not disturbed must do.
+
+    Ranks that are kept from running are in no phase.
+    """
     for _ in range(3):
         code, text = cli("train.train_iters=4", "logger.log_interval=2")
         assert code == 0, text
@@ -118,7 +121,7 @@ def record_samples(folder: str) -> None:
 
 
 def test_a_run_resumed_with_a_smaller_batch_has_samples_to_the_end(cli: Any, tmp_path: Path) -> None:
-    """Four iterations of two samples are fewer than the two of eight that were consumed."""
+    """Four iterations of two samples are fewer than the two of eight before."""
     more = ["model.context_parallel_size=1", "dataset.num_workers=0"]
     assert cli(*more, "train.global_batch_size=8", "train.train_iters=3", "train.exit_interval=2", ranks=1)[0] == 0
     more += ["train.train_iters=4", "scheduler.override_opt_param_scheduler=true"]
@@ -156,7 +159,7 @@ def test_evaluation_is_the_same_under_another_layout(cli: Any, tmp_path: Path) -
 
 
 def record_groups(folder: str) -> None:
-    """Have attention write down the size of the group of each of its calls, and whether the model was training."""
+    """Record the group's size of each attention call, and whether the model trained."""
     original = ContextParallelAttention.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +204,10 @@ slow = pytest.mark.slow
 def test_evaluation_in_groups_of_its_own(
     cli: Any, tmp_path: Path, layout: list[str], sizes: tuple[int | None, int]
 ) -> None:
-    """The same losses as in training's groups, and attention really ran in the others."""
+    """The losses must be those in training's groups.
+
+    Attention must really run in the other groups.
+    """
     settings = [*layout, "train.train_iters=2", "train.global_batch_size=4", "validation.eval_interval=1"]
     settings += ["validation.eval_iters=1", "validation.eval_global_batch_size=8", "validation.eval_micro_batch_size=1"]
     settings += [] if "model.num_layers=3" in layout else ["model.num_layers=2"]

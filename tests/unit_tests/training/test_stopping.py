@@ -22,7 +22,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def at_iteration(number: int, rank: int, action: Any) -> Any:
-    """A function that makes ``rank`` do something at the start of an iteration's step."""
+    """Return a function that makes ``rank`` do something at an iteration's start."""
 
     def before() -> None:
         from megatron_cp.training import loop
@@ -99,7 +99,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: Any, layout
 def test_a_rank_that_is_frozen_is_named_after_the_timeout(
     tmp_path: Path, monkeypatch: Any, when: str, frozen: int
 ) -> None:
-    """Rank 0 keeps the store here, as of ranks that srun or a person starts."""
+    """Rank 0 keeps the store here, as for ranks that srun or a person starts."""
 
     def stop() -> None:
         (tmp_path / "lost").write_text(str(time.time()))
@@ -263,7 +263,7 @@ def test_exit_interval_and_a_save_in_the_background(cli: Any, tmp_path: Path, ba
 
 @pytest.mark.parametrize(("name", "ended"), [("TERM", 143), ("HUP", 129)])
 def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path, name: str, ended: int) -> None:
-    """Launchers send it to both."""
+    """Launchers send the signal to both."""
 
     def ask_all() -> None:
         workers = [str(each.pid) for each in psutil.Process().children()]
@@ -280,7 +280,10 @@ def test_data_workers_leave_a_signal_to_their_rank(cli: Any, tmp_path: Path, nam
 
 @pytest.mark.parametrize("last", [50, 2], ids=["on the way", "at the end"])
 def test_a_signal_during_an_evaluation(cli: Any, tmp_path: Path, last: int) -> None:
-    """The evaluation ends after the current batch; the trained state has been saved before."""
+    """The evaluation must end after the current batch.
+
+    The trained state has been saved before.
+    """
 
     def ask_in_the_second_batch() -> None:
         from megatron_cp.training import step

@@ -49,7 +49,7 @@ def test_a_layout_is_verified_once(cli: Any, tmp_path: Path, ranks: int, layout:
 
 
 def plant() -> None:
-    """For the rest of this rank's life."""
+    """Plant a fault for the rest of this rank's life."""
     PLANTED.enter_context(planted_in_the_layout("late_positions", {}))
 
 
@@ -69,7 +69,10 @@ def global_state() -> dict[str, Any]:
 
 
 def left_behind(folder: str, layout: list[str]) -> tuple[list[str], int]:
-    """What a verification leaves in megatron-core's global state, and how many more process groups there are."""
+    """Return what a verification leaves behind.
+
+    The changed names of megatron-core's global state, and how many process groups there are more.
+    """
     config = load_recipe(TINY[2], [*TINY[3:], f"checkpoint.save={folder}", *layout])
     before, groups = global_state(), len(dist.distributed_c10d._world.pg_map)
     run.verify_once(config)
@@ -88,7 +91,10 @@ def keys(variants: list[list[str]]) -> list[str]:
 
 
 def test_verified_layouts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings without influence on the verified run do not verify again; layouts, code, versions and variables do."""
+    """Only what influences the verified run may verify again.
+
+    Layouts, code, versions and variables do.
+    """
     same = [[], ["train.train_iters=9", "optimizer.lr=1e-2", "checkpoint.save=elsewhere", "logger.log_interval=7"]]
     other = [["model.cp_comm_type=a2a"], ["ddp.overlap_grad_reduce=true"], ["model.num_attention_heads=16"]]
     (found,) = run_ranks(keys, 1, [*same, *other])

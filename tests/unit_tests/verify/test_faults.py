@@ -69,7 +69,10 @@ def planted_in_the_layout(name: str | None, references: dict[str, Measurement]) 
 
 
 def observe(names: tuple[str, ...], larger: Overrides | None = None) -> dict[str, Seen]:
-    """All these faults, one after the other, on one set of ranks; in the ``larger`` model in full size."""
+    """Observe these faults one after the other, on one set of ranks.
+
+    The ``larger`` model is compared in full size.
+    """
     seen, references, rights = {}, {}, {}
     for name in names:
         config = tiny_config(**FAULTS[name].layout | (larger or {}))
@@ -87,7 +90,7 @@ def observe(names: tuple[str, ...], larger: Overrides | None = None) -> dict[str
 
 
 def group_of(name: str) -> str:
-    """The faults that share their ranks."""
+    """Return the faults that share their ranks."""
     return "quick" if name in QUICK else FAULTS[name].plant.__module__
 
 
@@ -116,7 +119,10 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", ["half_precision", "gradients_in_half_precision", "decay_of_norms"])
 def test_a_larger_model_hides_no_fault(name: str) -> None:
-    """The same tolerances, the faintest faults: a model of 8 layers, 256 wide, with sequences of 256 tokens."""
+    """The same tolerances must find the faintest faults in a larger model.
+
+    It has 8 layers, is 256 wide, and has sequences of 256 tokens.
+    """
     larger = {
         "model__num_layers": 8,
         "model__hidden_size": 256,
@@ -128,7 +134,7 @@ def test_a_larger_model_hides_no_fault(name: str) -> None:
 
 
 def test_many_faults_are_planted_and_documented() -> None:
-    """The documentation's table is the one that ``python -m tests.unit_tests.verify.test_faults`` prints."""
+    """The page must have the table that this module prints."""
     assert sum(bool(each.says) for each in FAULTS.values()) >= 30
     assert table() in DOCUMENTATION.read_text()
     assert set(QUICK) <= FAULTS.keys()

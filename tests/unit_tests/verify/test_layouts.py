@@ -35,7 +35,7 @@ def compare(overrides: dict[str, Any]) -> tuple[bool, list[str], int]:
 
 
 def slow(overrides: dict[str, Any]) -> Any:
-    """Combinations of features that the others cover in other combinations."""
+    """Mark features that the other cases cover in other combinations as slow."""
     return pytest.param(overrides, marks=pytest.mark.slow)
 
 

@@ -159,7 +159,7 @@ PACKS = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank
 @pytest.mark.parametrize("layout", [[], ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true"]])
 @pytest.mark.parametrize("packs", [[], PACKS])
 def test_thresholds_shrink_with_the_model(micro, layout, packs):
-    """Else a loss would be computed at once, and a window hide nothing."""
+    """Otherwise a loss would be computed at once, and a window hide nothing."""
     batch = [f"train.micro_batch_size={1 if packs else micro}", "dataset.seq_length=4096"]
     settings = [*ONE_LEVEL, *batch, *CHUNKED, *WINDOW, *layout, *packs, "ddp.overlap_grad_reduce=true"]
     config = load_recipe("llama_tiny_pretrain_config", settings)
@@ -361,6 +361,6 @@ def accepted_reduced(drawn, pieces, environment, full):
 
 
 def test_the_reference_holds_the_longest_sample_with_its_padding():
-    """Of an odd length, too: one token of padding makes it even."""
+    """One token of padding makes an odd length even."""
     config = load_recipe("llama_tiny_dynamic_cp_pretrain_config", [*ONE_LEVEL, "dataset.seq_length=65"])
     assert on_single_rank(config).model.max_seqlen_per_dp_cp_rank == 66

@@ -119,7 +119,10 @@ def test_the_backward_pass_uses_bf16_where_it_is_fast_and_exact(fast_bf16, dtype
 
 
 def test_one_tile_in_half_precision_keeps_the_kernels_output():
-    """Without a copy in float32: five passes over memory more, a seventh of the time that a GPU needs for 4K tokens."""
+    """No copy in float32 may be made of a single tile.
+
+    It would take five more passes over memory, a seventh of the time that a GPU needs for 4K tokens.
+    """
     query = torch.randn(8, 1, 2, 4).bfloat16()
     out, lse = torch.randn(1, 8, 2, 4).bfloat16().transpose(1, 2), torch.randn(1, 2, 8)
     result, gradient = OutputAccumulator(query, 4), Gradient(query)
@@ -138,9 +141,10 @@ def test_one_tile_in_half_precision_keeps_the_kernels_output():
 
 
 def flash_sees(tile: Tile, longest: int) -> np.ndarray:
-    """[rows, columns]: what FlashAttention's kernels let a tile see, as its own sources clamp and place the limits.
+    """Return what FlashAttention's kernels let a tile see, [rows, columns].
 
-    ``longest``: the most keys of a tile that is computed in the same launch, by which they are clamped.
+    The limits are clamped and placed as in FlashAttention's sources. ``longest``: the most keys of a tile of the same
+    launch, by which the limits are clamped.
     """
     left, right = flash_window(tile)
     left, right = (-1 if limit >= longest else limit for limit in (left, right))
@@ -196,8 +200,10 @@ def on_cuda(
     te: bool = False,
     **dims: int,
 ) -> list[torch.Tensor]:
-    """Output and gradients of what each of so many ranks computes, one rank after the other, over gathered keys; on one
-    rank also of a pack of sequences with such ``ends``."""
+    """Return output and gradients of ``ranks`` ranks over gathered keys.
+
+    The ranks compute one after the other. One rank also takes a pack of sequences with these ``ends``.
+    """
     inputs, dout = draw(s, dtype=dtype, **dims)
     query, key, value, dout = (x.cuda() for x in (*inputs, dout))
     layout = Layout.packed([0, *ends], None, ranks) if ends else Layout.dense(len(query), ranks)
@@ -227,7 +233,10 @@ def compare_on_cuda(mask: Mask, dtype: torch.dtype, tolerance: float, ranks: int
 
 
 def twice_on_cuda(mask: Mask, ends: tuple[int, ...], te: bool) -> bool:
-    """Whether two backward passes give the same bits, and PyTorch's setting is as it was."""
+    """Return whether two backward passes give the same bits.
+
+    PyTorch's setting must be as before, too.
+    """
     passes = [on_cuda(mask, torch.bfloat16, 1024, deterministic=True, ends=ends, te=te, b=1) for _ in range(2)]
     assert not torch.are_deterministic_algorithms_enabled()
     return all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
@@ -247,10 +256,11 @@ def test_cuda_kernels(mask, dtype, tolerance, ranks):
 def by_cudnn_on_cuda(
     mask: Mask, ranks: int, deterministic: bool, dims: dict[str, int], below_zero: bool = False
 ) -> tuple[float, int, int, bool]:
-    """The worst difference, over the largest value, how many tiles cuDNN and FlashAttention computed both ways, and
-    whether cuDNN is the faster one here.
+    """Return worst difference, counts of launches, and whether cuDNN is faster.
 
-    With ``below_zero`` the scores of the first rows are far below zero: rows that fill up a block would change results.
+    The difference is relative to the largest value. The counts are of tiles that cuDNN and FlashAttention computed,
+    forward and backward. With ``below_zero`` the scores of the first rows are far below zero: rows that fill up a block
+    would change results.
     """
     drawn = inputs, dout = draw(768, dtype=torch.bfloat16, **{"b": 1, **dims})
     if below_zero:
@@ -264,7 +274,7 @@ def by_cudnn_on_cuda(
 
 @contextlib.contextmanager
 def counted(kernel: type) -> Iterator[Counter[str]]:
-    """How often a kernel was launched each way, by those that are built on it too."""
+    """Count a kernel's launches by direction, including kernels built on it."""
     calls: Counter[str] = Counter()
 
     def counting(name: str, function: Any) -> Any:
@@ -310,8 +320,10 @@ LATENT = {"qk_dim": 192, "v_dim": 128, "heads": 2, "kv_heads": 2}
     ],
 )
 def test_cudnn(mask, ranks, tiles, dims, deterministic):
-    """Which of the two computes what, on GPUs where cuDNN is the faster one; of the backward pass the deterministic one
-    is FlashAttention's."""
+    """cuDNN must compute where it is faster, but for deterministic backward passes.
+
+    FlashAttention computes those.
+    """
     ((worst, by_cudnn, by_flash, fast),) = run_ranks(by_cudnn_on_cuda, 1, mask, ranks, deterministic, dims)
     assert worst <= 2e-2
     assert (by_cudnn, by_flash) == (tiles if fast else (0, sum(tiles)))
@@ -343,8 +355,11 @@ def packs_on_cuda(
     room: int | None = None,
     te: bool = False,
 ) -> tuple[float, int]:
-    """Each rank of two, one after the other, with the keys of both: the worst difference from what is written out in
-    float64, over the largest value, and the most launches forward and backward that a stop or a gather needed."""
+    """Return the worst difference and the most launches of a stop or a gather.
+
+    Two ranks compute one after the other, with the keys of both. The difference is from float64, over the largest
+    value.
+    """
     cuda_kernels.FLASH_ROOM = room or cuda_kernels.FLASH_ROOM
     rng = np.random.default_rng(7)
     padded = 4 * rng.integers(1, 12, sequences)
@@ -397,8 +412,10 @@ def packs_on_cuda(
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("mask", [Mask(), Mask(None, 0), Mask(9, 0), Mask(5, 7), Mask(20, None)])
 def test_cuda_packs(mask, gathered):
-    """A launch for all of a pack's sequences, up to four of gathered keys; more with windows, which sequences' corners
-    cut into pieces of many shapes."""
+    """All of a pack's sequences must need one launch, up to four with gathered keys.
+
+    Windows need more: sequences' corners cut them into pieces of many shapes.
+    """
     differences, launches = zip(*(run_ranks(packs_on_cuda, 1, mask, n, gathered)[0] for n in (5, 40)), strict=True)
     assert max(differences) <= 2e-2
     if mask.left is None:
@@ -410,8 +427,10 @@ MASKS = (Mask(), Mask(None, 0), Mask(20, 0), Mask(9, 5))
 
 
 def by_te_on_cuda(mask: Mask, gathered: bool, packed: bool, deterministic: bool) -> tuple[float, int, int, int]:
-    """The worst difference, how many launches Transformer Engine's kernels and FlashAttention computed, and the GPU's
-    generation."""
+    """Return the worst difference, the counts of launches, and the GPU's generation.
+
+    The launches are those of Transformer Engine's kernels and of FlashAttention.
+    """
     with counted(CudaFlash) as flash, counted(TeFused) as every:
         if packed:
             worst, _ = packs_on_cuda(mask, 5, gathered, (32, 32), te=True)
@@ -435,7 +454,10 @@ def by_te_on_cuda(mask: Mask, gathered: bool, packed: bool, deterministic: bool)
     ],
 )
 def test_te_kernels(mask, packed, gathered, deterministic):
-    """Its kernels compute whole and packed sequences, causal windows too, and FlashAttention what has other shapes."""
+    """The kernels must compute whole and packed sequences, and causal windows.
+
+    FlashAttention computes other shapes.
+    """
     ((worst, by_te, by_flash, generation),) = run_ranks(by_te_on_cuda, 1, mask, gathered, packed, deterministic)
     assert worst <= 2e-2
     if generation in (9, 10):
@@ -448,7 +470,10 @@ def test_te_kernels(mask, packed, gathered, deterministic):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_packs_of_other_shapes():
-    """Head dims that differ and are no multiples of eight; and room for the gradients of some sequences at a time."""
+    """Head dims may differ and be no multiples of eight.
+
+    There is room for the gradients of some sequences at a time.
+    """
     ((difference, at_once),) = run_ranks(packs_on_cuda, 1, Mask(None, 0), 40, False, (20, 12))
     assert difference <= 2e-2 and at_once == 1
     ((difference, launches),) = run_ranks(packs_on_cuda, 1, Mask(None, 0), 40, False, (20, 12), 1000 * 6 * 64)

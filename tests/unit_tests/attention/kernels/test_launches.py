@@ -81,7 +81,10 @@ class OneByOne(Matmul):
 
 
 def attention(kernel, layout, mask, visits, tensors):
-    """Compute output and gradients of a rank; its queries attend to the keys of ``visits``, pairs of rows and tiles."""
+    """Compute output and gradients of a rank.
+
+    Its queries attend to the keys of ``visits``, pairs of rows and tiles.
+    """
     query, key, value, dout = tensors
     call = AttentionCall(layout, mask, 0.3)
     with mock.patch.object(kernels, "kernel_for", lambda query, call: kernel):
@@ -101,7 +104,10 @@ def attention(kernel, layout, mask, visits, tensors):
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(6, 0), Mask(5, 7), Mask(4, None)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_grouped_launches_equal_single_launches(mask, rank):
-    """With padding, so rows are collected; the few rows of a stop are merged into those of the previous stop."""
+    """Grouping must not change results.
+
+    Padding makes rows be collected; the few rows of a stop are merged into those of the previous stop.
+    """
     layout = Layout((7, 29, 8, 1, 15, 0, 3), (8, 32, 8, 4, 16, 4, 4), 2)
     generator = torch.Generator().manual_seed(5)
     rows = layout.rows
@@ -128,7 +134,10 @@ def test_a_ring_stop_is_one_launch_for_any_number_of_sequences():
 
 
 def test_a_launch_has_room_for_its_gradients():
-    """FlashAttention's backward kernel finds a sequence's first row, times heads and their size, in 32 bits."""
+    """The kernel computes row times heads times size in 32 bits.
+
+    FlashAttention's backward kernel finds a sequence's first row this way.
+    """
     layout, heads, dim = Layout((131072,) * 8, (131072,) * 8, 8), 128, 192
     work = plan(layout, 0, 0, CAUSAL, TileSize(half_from=0))
     q, v = (torch.empty(1).expand(1, heads, layout.rows, size) for size in (dim, 128))
@@ -164,7 +173,10 @@ def test_layers_share_copied_tables(monkeypatch):
 
 @pytest.mark.parametrize("first", [slice(0, 3), slice(4, 6), torch.tensor([5, 1])])
 def test_new_rows_are_written_and_others_merged(first):
-    """Blocks that come in any order and overlap: each row's is the attention over the keys of all its blocks."""
+    """Each row must attend to the keys of all its blocks.
+
+    Blocks come in any order and overlap.
+    """
     rows = [first, slice(2, 5), torch.tensor([0, 4, 6]), slice(6, 8), slice(7, 9), slice(9, 10), slice(0, 10)]
     scores = torch.randn(len(rows), 1, 2, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     values = torch.randn(len(rows), 10, 1, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -15,7 +15,7 @@ S_LOCAL, B, HEADS, KV, QK_DIM, V_DIM = 48, 2, 8, 4, 16, 12
 
 
 def _saved(comm_type: str) -> int:
-    """Elements in distinct storages that the autograd graph of one call keeps."""
+    """Count elements in distinct storages that one call's autograd graph keeps."""
     size = dist.get_world_size()
     group = make_groups(2) if comm_type == "a2a+p2p" else dist.group.WORLD
     shapes = ((HEADS, QK_DIM), (KV, QK_DIM), (KV, V_DIM))
@@ -41,7 +41,10 @@ def test_saved_for_backward_is_qkv_out_and_lse_for_any_group(comm_type):
 
 
 def _blocks_alive() -> list[dict[int, int]]:
-    """By tag, the most tensors that hops have brought, alive right after a hop has started: forward and backward."""
+    """Count received tensors that are alive right after a hop has started.
+
+    Returns the most by tag, forward and backward.
+    """
     seen: dict[int, list[weakref.ref]] = {}
     most: dict[int, int] = {}
     original = comm.hop
@@ -65,14 +68,20 @@ def _blocks_alive() -> list[dict[int, int]]:
 
 
 def test_the_ring_holds_two_blocks():
-    """The visiting keys and values and those on their way; backward also gradients, which come one block at a time."""
+    """A ring may hold the visiting keys and values and the next ones.
+
+    Backward it also holds gradients, which come one block at a time.
+    """
     for forward, backward in run_ranks(_blocks_alive, 6):
         assert forward == {comm.KV_TAG: 4}
         assert backward == {comm.KV_TAG: 4, comm.GRAD_TAG: 4}
 
 
 def _orders(dtype: torch.dtype) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """The strides in which keys are sent, contiguous, and those in which they are read, forward and backward."""
+    """Return the strides in which keys are sent, and in which they are read.
+
+    Sent keys must be contiguous. Forward and backward count.
+    """
     sent, read = set(), set()
     hop, attend, attend_backward = comm.hop, ring.attend, ring.attend_backward
 
@@ -105,5 +114,5 @@ def _orders(dtype: torch.dtype) -> tuple[set[tuple[int, ...]], set[tuple[int, ..
     ],
 )
 def test_keys_are_sent_in_reading_order(dtype, sent, read):
-    """At every stop: none copies what comes."""
+    """No stop may copy received keys."""
     assert run_ranks(_orders, 3, dtype) == [({sent}, {read})] * 3

@@ -44,7 +44,10 @@ def draw(tokens, batch=2):
 
 
 def _sharded(comm_type: str, changes: dict) -> list[float]:
-    """Errors of dense, dynamic (pairs) and one-rank microbatches, then dense again, of one module."""
+    """Return errors of dense, dynamic and one-rank microbatches of one module.
+
+    Dense microbatches come first and last.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     pair = make_groups(2)
     config = make_config(context_parallel_size=size, hierarchical_context_parallel_sizes=[2, size // 2], **changes)
@@ -207,7 +210,10 @@ def test_scale_is_megatron_cores():
 
 
 def test_scaling_by_layers_changes_nothing_as_upstream():
-    """DotProductAttention divides by the layer's number, and its softmax multiplies by it: for the range of float16."""
+    """Division by the layer's number must cancel, as it does upstream.
+
+    DotProductAttention divides by the layer's number, and its softmax multiplies by it: for the range of float16.
+    """
     scaled = make_config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
     assert build(scaled, layer_number=3).softmax_scale == DIM**-0.5
 

@@ -60,7 +60,7 @@ def _tries() -> int:
 
 
 def test_layers_that_share_transport_and_groups_are_tried_once():
-    """One forward and one backward pass over two ranks: a hop, and two backward."""
+    """One forward and one backward pass over two ranks make three hops, two backward."""
     assert run_ranks(_tries, 2) == [3, 3]
 
 

@@ -69,7 +69,7 @@ def build(base, comm_type, hcp=None):
 
 
 def probed(module):
-    """With inputs a CPU can take."""
+    """Return the result of a probe with inputs that a CPU can take."""
     module.probe_inputs = lambda: ProbeInputs(4, 4, torch.float32, torch.device("cpu"))
     try:
         probe_attention([torch.nn.ModuleList([module])])
@@ -138,7 +138,10 @@ def test_a_microbatch_group_does_not_outlive_the_microbatch():
 
 
 def _set() -> list:
-    """Transports after a group was set as upstream does it (by position, without one), and as we do."""
+    """Return the transports after upstream's and our class were given a group.
+
+    Upstream sets a group by position, without a transport.
+    """
     a2a, _ = make_groups(2)
     upstream, ours = build(CoreAttention, "a2a"), build(te_subclass(CoreAttention), "a2a")
     kept = []
@@ -192,7 +195,10 @@ def test_missing_groups_are_refused():
 
 
 def _order() -> list[int]:
-    """Ranks in the order of their place in the sequence, for a hierarchy over every second rank of the world."""
+    """Return ranks in the order of their place in the sequence.
+
+    The hierarchy covers every second rank of the world.
+    """
     rank = dist.get_rank()
     levels = [[[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]]
     pair = [next(g for g, r in [(dist.new_group(r), r) for r in level] if rank in r) for level in levels]
@@ -205,7 +211,10 @@ def test_global_ranks_are_in_sequence_order_with_tensor_parallel_ranks_between()
 
 
 def test_the_transport_is_the_configured_one_if_upstream_passes_none():
-    """Where the model is not split, but microbatches may be; upstream then asks for both levels' groups."""
+    """Upstream passes None where the model is not split, but microbatches may be.
+
+    It then asks for both levels' groups.
+    """
 
     class Asking(CoreAttention):
         def __init__(self, *args, cp_comm_type="p2p", pg_collection=None):

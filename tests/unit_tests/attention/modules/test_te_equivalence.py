@@ -61,8 +61,10 @@ LAYERS = [
 
 
 def errors(folder: str, layer: Layer, backend: str) -> list[float] | None:
-    """Distances of this rank's output and gradients from the exact ones, relative to the largest norm of a shard;
-    None for features that the installed Transformer Engine lacks."""
+    """Return distances of this rank's output and gradients from the exact ones.
+
+    They are relative to the largest norm of a shard. None for features that the installed Transformer Engine lacks.
+    """
     case, device = layer.case, DEVICE[backend]
     packed = case.cu_seqlens is not None
     if backend == "te":

@@ -69,7 +69,7 @@ def test_auto_considers_transports_that_opt_in(auto: int | None, monkeypatch: py
 
 
 def test_the_cost_model_counts_its_messages() -> None:
-    """One exchange, exposed: no hops, no share of the heads."""
+    """The transport has one exposed exchange, no hops, and no share of the heads."""
     config = tiny_config(**DYNAMIC)
     cost = model_cost(Case(config, 4, None, Environment()))
     assert cost.transport == KEYS_ONLY.name == cost_transport([KEYS_ONLY.name] * 4)
@@ -91,7 +91,10 @@ def _train(runs: list[dict[str, Any]]) -> list[Losses]:
 
 
 def test_a_training_step_gives_the_numbers_of_one_rank() -> None:
-    """Static, mixed with another transport, packed, and in groups that change with the microbatch."""
+    """The numbers must be one rank's in every use of the transport.
+
+    Static, mixed with another transport, packed, and in groups that change with the microbatch.
+    """
     alone = {"model__context_parallel_size": 1, "model__dynamic_context_parallel": False}
     documents = {"dataset__kind": "mock_documents"}
     packed = documents | {"model__sequence_packing_scheduler": "dp_balanced"}

@@ -13,7 +13,7 @@ S, B, HEADS, KV, DIM = 96, 2, 12, 4, 8
 
 
 def _count(comm_type: str, dtype: torch.dtype, options: dict) -> tuple[int, int]:
-    """Bytes that this rank sends in the forward and in the backward pass."""
+    """Count bytes that this rank sends in the forward and in the backward pass."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if comm_type == "a2a+p2p":
         a2a = [counting_group(list(range(start, start + 2))) for start in range(0, size, 2)][rank // 2]
@@ -44,41 +44,53 @@ KEYS_AND_VALUES = 2 * S * B * KV * DIM
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_ring(size, dtype, width):
-    """Keys and values, with their own heads, hop size-1 times; backward they hop back, with float32 gradients."""
+    """Keys and values must hop size-1 times, backward with float32 gradients too.
+
+    They have their own heads.
+    """
     hops = (size - 1) * KEYS_AND_VALUES // size
     assert measured(size, "p2p", dtype) == (hops * width, hops * (width + 4))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_gather(size):
-    """Keys and values go to all others, twice; their float32 gradients are summed over ranks and scattered."""
+    """Keys and values must go to all others twice.
+
+    Their float32 gradients are summed over ranks and scattered.
+    """
     others = (size - 1) * KEYS_AND_VALUES // size
     assert measured(size, "all_gather") == (others * 4, others * 8)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_to_all(size):
-    """Query, key, value and output each leave a rank once, but for its own share; their gradients do as well."""
+    """Query, key, value and output must each leave a rank once.
+
+    A rank's own share stays. The gradients do the same.
+    """
     once = (2 * Q + KEYS_AND_VALUES) // size * (size - 1) // size
     assert measured(size, "a2a") == (once * 4, once * 4)
 
 
 def test_all_to_all_sends_a_shared_kv_head_to_each_rank_that_needs_it():
-    """One kv head for four ranks: instead of a quarter of the head, every other rank gets all of it."""
+    """Four ranks share one kv head: every other rank must get all of it."""
     size = 4
     q_and_out, kv = 2 * Q // size * (size - 1) // size, 2 * S * B * DIM // size * (size - 1)
     assert measured(size, "a2a", kv_heads=1) == ((q_and_out + kv) * 4, (q_and_out + kv) * 4)
 
 
 def test_hierarchical():
-    """All-to-all within pairs, then half the heads' keys and values of a pair's tokens on a ring of two."""
+    """All-to-all must stay within pairs, and the ring must have two ranks.
+
+    The ring exchanges half the heads' keys and values of a pair's tokens.
+    """
     a2a = (2 * Q + KEYS_AND_VALUES) // 4 // 2
     ring = KEYS_AND_VALUES // 2 // 2
     assert measured(4, "a2a+p2p") == ((a2a + ring) * 4, (a2a + 2 * ring) * 4)
 
 
 def test_a_window_saves_empty_hops():
-    """A window of one chunk needs the neighbours on both sides: two hops, for any size of the ring."""
+    """A window of one chunk must need two hops, for any size of the ring."""
     hops = 2 * KEYS_AND_VALUES // 6
     assert measured(6, "p2p", window_size=(8, 0)) == (hops * 4, hops * 8)
 

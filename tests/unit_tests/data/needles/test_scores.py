@@ -13,7 +13,7 @@ from megatron_cp.report.needles import as_text, draw
 
 
 def scores() -> list[Score]:
-    """Two right answers of three at depth 0, and one fewer with each cell."""
+    """Score two of three answers as right at depth 0, and one fewer per cell."""
     cells = cells_of([find_task("single"), find_task("variables:2")], [600, 1024], [0, 100])
     source = NeedleSource(cells, 3, NOISE, ByteLevelTokenizer(), seed=0)
     tokens = np.array([int(source[index]["loss_mask"].sum()) for index in range(len(source))])

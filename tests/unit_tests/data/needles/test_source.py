@@ -23,7 +23,10 @@ DEPTHS = (0, 37, 100)
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """Bytes, byte-level BPE with a BOS token, and pieces that take the space before a word (as Llama 2)."""
+    """Return three tokenizers.
+
+    Bytes, byte-level BPE with a BOS token, and pieces that take the space before a word (as Llama 2).
+    """
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import models, normalizers, processors, trainers
 
@@ -75,7 +78,7 @@ def test_every_sample_has_its_length_to_the_token(tokenizers: dict[str, Tokenize
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "pieces"])
 def test_scored_tokens_are_the_answer(tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    """The scored tokens of every tokenizer stand for the numbers and names of the answer, and for nothing else."""
+    """The scored tokens must stand for the answer's numbers and names alone."""
     tokenizer = tokenizers[kind]
     source = source_of(tokenizer, *TASKS)
     for index in range(len(source)):
@@ -131,7 +134,10 @@ def test_needles_that_are_all_asked_for_keep_their_order() -> None:
 
 
 def test_a_sample_depends_on_its_own_cell_only() -> None:
-    """Further tasks, lengths, depths and samples change no other sample; the seed and the purpose change all."""
+    """No change of other tasks, lengths, depths and samples may change a sample.
+
+    The seed and the purpose change all.
+    """
     tokenizer = ByteLevelTokenizer()
     few = source_of(tokenizer, "single", lengths=(700,))
     many = source_of(tokenizer, "multi_key", "single", lengths=(600, 700), per_cell=5)

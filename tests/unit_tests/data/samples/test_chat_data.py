@@ -65,7 +65,10 @@ def stream(config: RunConfig, path: str, tokenizer: Any) -> Stream:
 
 
 def learned(train: Stream, tokenizer: Any) -> dict[str, str]:
-    """Return the whole text of each sample of an epoch, and the text of its tokens in the loss."""
+    """Return each sample's whole text, and the text of its tokens in the loss.
+
+    The samples are those of one epoch.
+    """
     (contents,) = train.sources()
     found = {}
     for index in range(int(contents.samples)):

@@ -57,7 +57,10 @@ def test_masked_ends_of_documents(config: RunConfig, corpus: Callable[..., str],
 
 
 def test_a_padding_token_in_the_text_is_a_token_like_others(config: RunConfig, tmp_path: Path) -> None:
-    """Megatron-core makes it token 0, without a loss: upstream's gpt_dataset.py, "For padded sequences"."""
+    """Megatron-core makes it token 0, without a loss.
+
+    See upstream's gpt_dataset.py, "For padded sequences".
+    """
     (tmp_path / "text.txt").write_text("abcabcabdabe" * 50)
     folder = train_bpe(["abc"], 257, tmp_path / "tokenizer")
     named = json.loads((folder / "tokenizer_config.json").read_text())
@@ -120,7 +123,10 @@ class _Runs:
 
 
 def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Callable[..., str], tmp_path: Path) -> None:
-    """Data of unknown origin may have a cache beside them; megatron-core raises with a traceback."""
+    """A cache beside data of unknown origin may hold any pickle.
+
+    megatron-core raises with a traceback.
+    """
     prefix, marker = corpus("a"), tmp_path / "marker"
     config.dataset.data_path = prefix
     build_datasets(config.dataset, TOKENIZER, 50)
@@ -132,7 +138,10 @@ def test_an_index_of_pickled_objects_is_not_read(config: RunConfig, corpus: Call
 
 
 def test_a_longer_run_deals_the_same_samples_first(config: RunConfig, corpus: Callable[..., str]) -> None:
-    """Upstream shuffles all epochs together: with more iterations, a resumed run would continue with other samples."""
+    """A resumed run with more iterations must continue with the same samples.
+
+    Upstream shuffles all epochs together, which changes them.
+    """
     prefixes = [corpus("a"), corpus("b", letters="nopqrstuvwxyz")]
     for data_path in (prefixes[0], [0.6, prefixes[0], 0.4, prefixes[1]]):
         config.dataset.data_path = data_path
@@ -153,7 +162,7 @@ def test_every_epoch_has_every_sample_once_and_an_order_of_its_own(
 
 
 def _numbered(tmp_path: Path, documents: int, length: int) -> str:
-    """Documents of as many tokens each, all of them different."""
+    """Write documents of as many tokens each, all of them different."""
     prefix = str(tmp_path / f"numbers{documents}")
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for number in range(documents):
@@ -237,7 +246,7 @@ def test_bad_blends(data_path: object, message: str) -> None:
 
 
 def _of(dataset: Any, count: int) -> set[str]:
-    """Which letters the first samples hold, the end of a document left out."""
+    """Return the letters in the first samples, without ends of documents."""
     return {chr(token) for i in range(count) for token in dataset[i]["tokens"].tolist() if token < 256}
 
 
@@ -324,7 +333,10 @@ def test_ranks_share_one_index(config: RunConfig, corpus: Callable[..., str]) ->
 
 
 def _count_collectives(config: RunConfig) -> int:
-    """Count the collectives of this rank while a node's first rank takes a second to build the index."""
+    """Count this rank's collectives while another rank builds the index.
+
+    The first rank of the node takes a second for it.
+    """
     build, gather, times = datasets._build_with_megatron_core, dist.all_gather_object, []
 
     def slowly(*arguments: Any) -> Any:
@@ -345,7 +357,7 @@ def _count_collectives(config: RunConfig) -> int:
 
 
 def test_waiting_for_a_long_build_takes_several_collectives(config: RunConfig, corpus: Callable[..., str]) -> None:
-    """In one collective it would run into dist.distributed_timeout_minutes."""
+    """A single collective would run into dist.distributed_timeout_minutes."""
     config.dataset.data_path = corpus()
     first, second = run_ranks(_count_collectives, 2, config, timeout=120)
     assert first == second > 4  # without heartbeats there are 4

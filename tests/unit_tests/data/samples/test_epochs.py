@@ -31,12 +31,15 @@ def config_of(folder: Path, **overrides: Any) -> RunConfig:
 
 
 def windows(lengths: list[int], part: slice = slice(None)) -> int:
-    """Windows of 32 tokens in the tokens of documents; each needs one token more."""
+    """Count windows of 32 tokens in the documents; each needs one token more."""
     return (sum(lengths[part]) - 1) // 32
 
 
 def documents(lengths: list[int]) -> int:
-    """Samples of at most 32 targets, each of one document; a single token has no target."""
+    """Count samples of at most 32 targets, each of one document.
+
+    A single token has no target.
+    """
     return sum(-(-(length - 1) // 32) for length in lengths)
 
 

@@ -23,7 +23,10 @@ NULL = NullTokenizer(60000)
 
 
 def write(prefix: Path, count: int, shift: int, seed: int = 0) -> str:
-    """Write documents of a lognormal length, some with one token; every token is the document's number + ``shift``."""
+    """Write documents of a lognormal length, some with one token.
+
+    Every token is the document's number plus ``shift``.
+    """
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     rng = np.random.default_rng(seed)
     for number, length in enumerate(np.clip(rng.lognormal(4, 1, count), 1, 900).astype(int)):
@@ -120,7 +123,7 @@ def test_files_have_their_weights_within_a_class(config: RunConfig, tmp_path: Pa
 
 
 def test_mock_documents_and_prompts(config: RunConfig, tmp_path: Path) -> None:
-    """The counts of tokens in the loss are those of all masks."""
+    """The counts of tokens in the loss must be those of all masks."""
     rows = [{"prompt": "p" * (i % 9), "response": "r" * (5 + 3 * i)} for i in range(60)] + [{"text": "t" * 70}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.dataset.data_path, config.dataset.kind = str(tmp_path / "rows.jsonl"), "jsonl"

@@ -27,12 +27,15 @@ def test_many_indices_at_once_equal_single_ones(count: int, seed: int) -> None:
 
 
 def test_the_order_does_not_change_between_versions() -> None:
-    """A change would give every run that resumes other batches."""
+    """Another order would give every run that resumes other batches."""
     assert [shuffled(i, 10, seed=1234, epoch=0) for i in range(10)] == [0, 6, 9, 4, 7, 1, 3, 5, 8, 2]
 
 
 def test_the_order_is_random() -> None:
-    """Neighbours are as far apart as in a random permutation, and places are spread evenly, over many epochs."""
+    """Neighbors must be as far apart as in a random permutation.
+
+    Places must be spread evenly, over many epochs.
+    """
     count = 200
     orders = np.array([[shuffled(i, count, seed=3, epoch=e) for i in range(count)] for e in range(300)])
     distance = np.abs(np.diff(orders, axis=1)).mean()

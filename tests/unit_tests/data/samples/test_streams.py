@@ -204,7 +204,7 @@ def test_mock_documents(packed: RunConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [None, [5.0, 1.0, 2.0]])
 @pytest.mark.parametrize("sizes", [(40,), (30, 1, 700)])
 def test_lengths_of_many_equal_those_of_the_samples(sizes: tuple[int, ...], weights: list[float] | None) -> None:
-    """Many lengths at once are computed in another way than the lengths of single samples."""
+    """Many lengths at once are computed in another way than single ones."""
     rng = np.random.default_rng(0)
     sources = [MockVarlenDataset(rng.integers(1, 10**4, size), 9, seed=size) for size in sizes]
     samples = Stream(sources, weights and weights[: len(sizes)], 2**40, 10)
@@ -324,7 +324,10 @@ def test_damaged_files(packed: RunConfig, corpus: Callable[..., str], what: str)
 
 
 def messages(config: RunConfig, only_rank: int | None, path: str) -> str:
-    """Return the error of building on this rank; the data appears damaged only to ``only_rank``."""
+    """Return the error of building on this rank.
+
+    The data appears damaged only to ``only_rank``.
+    """
     if only_rank is not None and int(os.environ["RANK"]) != only_rank:
         config.dataset.data_path = path
     try:

@@ -48,7 +48,10 @@ def test_too_long_documents_can_be_refused(documents: str) -> None:
 
 @pytest.fixture
 def many(tmp_path: Path) -> tuple[str, list[int]]:
-    """Documents of several sequences, of one and of none, and the tokens of each."""
+    """Write documents of several sequences, of one and of none.
+
+    Returns the tokens of each, too.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix, rng = str(tmp_path / "many"), np.random.default_rng(0)
@@ -63,7 +66,10 @@ def many(tmp_path: Path) -> tuple[str, list[int]]:
 
 
 def in_memory(totals: list[int], max_length: int, part: tuple[float, float]) -> list[list[int]]:
-    """Return the tokens of the samples of a file whose documents count up from 100 times their number."""
+    """Return the tokens of a file's samples.
+
+    The documents count up from 100 times their number.
+    """
     first, last = (round(share * len(totals)) for share in part)
     return [
         list(range(100 * number + start, 100 * number + min(start + max_length, totals[number] - 1)))

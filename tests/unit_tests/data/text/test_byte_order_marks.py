@@ -36,7 +36,7 @@ def config_file(path: Path) -> int:
 
 
 def group_file(path: Path) -> int:
-    """Write the file of a config group; its first line sets the section of its settings."""
+    """Write a config group's file; its first line sets the section of its settings."""
     recipe = path.parents[1] / "recipe.yaml"
     recipe.write_text("defaults:\n- model: mine\n- _self_\n")
     return load_recipe(recipe).model.num_layers

@@ -21,13 +21,13 @@ BYTES = TokenizerConfig("ByteLevelTokenizer")
 
 @pytest.fixture(scope="module")
 def script() -> SimpleNamespace:
-    """``main(arguments)`` is ``megatron-cp preprocess``."""
+    """Return ``megatron-cp preprocess`` as ``main(arguments)``."""
     return SimpleNamespace(main=lambda arguments: cli.main(["preprocess", *arguments]))
 
 
 @pytest.fixture(autouse=True)
 def sigterm_as_before() -> Iterator[None]:
-    """The script sets what SIGTERM does, for its own process."""
+    """Restore SIGTERM's handler, which the command sets for its own process."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -140,7 +140,7 @@ def test_output_without_a_name(mixed: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_two_nodes_write_one_pair_at_once(tmp_path: Path) -> None:
-    """Their processes may have the same number, as here."""
+    """Processes of two nodes may have the same number, as here."""
     prefix = str(tmp_path / "x")
     with indexed_writer(prefix, build_tokenizer(BYTES), "first") as first:
         first.add_document([1, 2, 256], [3])

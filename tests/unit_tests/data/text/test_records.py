@@ -30,7 +30,10 @@ def windows(config: RunConfig, prefix: str, settings: TokenizerConfig) -> list[d
 
 
 def test_windows_find_documents_that_begin_with_bos(config: RunConfig, prepared: Any) -> None:
-    """Positions start again at BOS; its prediction, from the end of another document, is no part of the loss."""
+    """Positions must start again at BOS, whose prediction is not in the loss.
+
+    It would be predicted from the end of another document.
+    """
     seen = 0
     for sample in windows(config, *prepared("bos")):
         tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()

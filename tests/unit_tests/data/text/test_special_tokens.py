@@ -65,7 +65,10 @@ def test_a_post_processor_that_adds_a_token_beyond_the_vocabulary(tmp_path: Path
 
 
 def test_identifiers_change_with_bos_only(tmp_path: Path) -> None:
-    """Caches of one form are never used for another, and caches without BOS stay valid."""
+    """Caches of one form must not be used for another.
+
+    Caches without BOS stay valid.
+    """
     bos = make_tokenizer(tmp_path / "bos", TEMPLATES["bos"])
     with_bos, without = HuggingFaceTokenizer(bos), HuggingFaceTokenizer(bos, add_bos=False)
     assert with_bos.unique_identifiers != without.unique_identifiers

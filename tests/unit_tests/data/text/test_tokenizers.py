@@ -131,7 +131,7 @@ def test_too_small_a_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [True, False], ids=["tokenizer.json", "folder"])
 def test_documents_are_neither_cut_nor_padded(bpe: Path, tmp_path: Path, alone: bool) -> None:
-    """A published tokenizer.json may contain limits of the process that saved it."""
+    """A tokenizer.json may contain limits of the process that saved it."""
     from tokenizers import Tokenizer
 
     whole = HuggingFaceTokenizer(bpe).tokenize("a few words " * 50)

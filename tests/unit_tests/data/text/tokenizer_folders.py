@@ -17,7 +17,10 @@ SPECIAL = ["<s>", "</s>", "<sep>", "<user>"]
 
 
 def make_tokenizer(folder: Path, template: str, model: str = "BPE", **named: Any) -> Path:
-    """A folder with a tokenizer of the library's own, trained on ``WORDS``; ``named`` goes to tokenizer_config.json."""
+    """Write a folder with a tokenizer of the library's own, trained on ``WORDS``.
+
+    ``named`` goes to tokenizer_config.json.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if model == "BPE":

@@ -56,6 +56,9 @@ def without_the_switch() -> None:
 
 
 def test_mamba_layers_need_the_switch() -> None:
-    """They would exchange over the configured group, one rank here, and find another number of tokens."""
+    """Mamba layers would exchange over the configured group otherwise.
+
+    It has one rank here, and another number of tokens.
+    """
     with pytest.raises(RanksFailed, match=r"Mamba layer: .* rows do not match the pack, whose sequences have"):
         run_ranks(without_the_switch, 4)

@@ -37,7 +37,10 @@ STEPS = 4
 def train(
     overrides: dict[str, Any], per_rank: int, multiple: int = 1, dynamic: bool = True, skip: int = 0
 ) -> tuple[Losses, list[dict[int, int]]]:
-    """(loss, gradient norm) of each step and the CP sizes that were used; ``skip`` steps are not trained."""
+    """Return (loss, gradient norm) of each step, and the CP sizes that were used.
+
+    The first ``skip`` steps are not trained.
+    """
     config = tiny_config(model__sequence_packing_scheduler="default_dynamic_cp", dataset__seq_length=128, **overrides)
     run = setup(config, VOCAB)
     layout = layout_of(config.model, config.dist, dist.get_world_size())
@@ -104,7 +107,10 @@ CASES: dict[str, Case] = {
 
 
 def check_case(case: Case, model: dict[str, Any], reference: Losses) -> None:
-    """Train ``model`` as the case lays it out: like one rank, and in groups of several sizes if they may differ."""
+    """Check that ``model`` trains like one rank in the case's layout.
+
+    Groups have several sizes if they may differ.
+    """
     world_size, overrides, per_rank, options = case
     results = run_ranks(functools.partial(train, **options), world_size, model | overrides, per_rank)
     assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
@@ -134,7 +140,10 @@ def without_the_switch() -> None:
 
 
 def test_layers_need_the_switch() -> None:
-    """Rotary positions would be cut for the configured group, not for the microbatch's."""
+    """Rotary positions would be cut for the configured group otherwise.
+
+    They must be cut for the microbatch's group.
+    """
     with pytest.raises(RanksFailed, match=r"tokens of a packed batch, not 1/"):
         run_ranks(without_the_switch, 4)
 
@@ -226,7 +235,10 @@ def test_a_block_with_its_tensor_parallel_ranks() -> None:
 
 
 def connected(at_start: bool) -> list[list[list[int]]]:
-    """What NCCL would be given to connect groups: before the first step, and before steps that use these blocks."""
+    """Return the groups that NCCL would connect.
+
+    Before the first step, and before steps that use these blocks.
+    """
     found: list[list[int]] = []
 
     def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -246,7 +258,10 @@ def connected(at_start: bool) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("at_start", [False, True])
 def test_groups_are_connected_before_the_step_that_uses_them_first(at_start: bool) -> None:
-    """All members connect in the same order. Unused groups are not connected, because connections take GPU memory."""
+    """All members must connect in the same order.
+
+    Unused groups are not connected, because connections take GPU memory.
+    """
     results = run_ranks(connected, 4, at_start)
     assert results[0] == [[], [[0, 1]], [], [[0, 1, 2, 3], [0, 1], [0, 2]], []]
     assert results[3] == [[], [], [[2, 3]], [[0, 1, 2, 3], [2, 3], [1, 3]], []]

@@ -15,7 +15,7 @@ def problems(
     microbatch_multiple: int = 1,
     sequence_parallel_size: int = 1,
 ) -> list[str]:
-    """Everything that is wrong with a schedule, in words; empty if nothing is."""
+    """List everything that is wrong with a schedule; empty if nothing is."""
     wrong = []
     legal = set(legal_groups(num_ranks, min_cp_size))
     seen = Counter(x for groups in schedule.microbatches for group in groups for x in group.sample_ids)

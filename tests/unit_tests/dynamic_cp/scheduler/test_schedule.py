@@ -125,7 +125,10 @@ def test_microbatches_are_a_multiple_and_idle_slots_are_explicit():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("distribution", ["documents", "wikipedia"])
 def test_real_batches_are_balanced(mode, distribution):
-    """The benchmark measures a grid; this guards one point of it: 32 ranks, 8K tokens a rank."""
+    """A point of the benchmark's grid must stay balanced.
+
+    It has 32 ranks and 8K tokens a rank.
+    """
     limit = {"dense": 1.04, "lock-step": 1.045, "barrier": 1.10, "pipeline": 1.75}[mode]
     for seed in range(2):
         lengths = sample_lengths(distribution, 1024, 131072, seed)
@@ -284,7 +287,10 @@ def test_gaps_are_filled_with_legal_blocks(leaves, widths):
 
 
 def test_remaining_samples_are_spread_over_all_ranks():
-    """Ten full ranks' worth and a little: the little takes a moment of all ranks, not a long one of one rank."""
+    """A few samples more than full ranks must take a moment of all ranks.
+
+    There are ten full ranks' worth and a little; one rank alone would take long.
+    """
     lengths = [8000] * 10 + [191] * 20
     found = schedule(lengths, 8, 8192, sync_ranks=8)
     assert problems(found, lengths, 8, 8192) == []
@@ -294,7 +300,10 @@ def test_remaining_samples_are_spread_over_all_ranks():
 
 
 def test_time_grows_like_n_log_n():
-    """CPU time of 16 times the samples, best of three: far below the 256-fold of anything quadratic."""
+    """16 times the samples must take far less than 256 times the CPU time.
+
+    The time is the best of three.
+    """
     import time
 
     def seconds(count):
@@ -317,7 +326,7 @@ def test_time_grows_like_n_log_n():
     multiple=st.sampled_from([1, 2]),
 )
 def test_static_packing_has_as_few_microbatches_as_will_do(lengths, cp_size, replicas, multiple):
-    """As few as counting up from one finds."""
+    """No smaller number of microbatches may fit, counting up from one."""
     found = schedule_fixed_cp(lengths, cp_size * replicas, 400, cp_size=cp_size, microbatch_multiple=multiple)
     assert problems(found, lengths, cp_size * replicas, 400, microbatch_multiple=multiple) == []
     order = sorted(lengths, reverse=True)
@@ -330,7 +339,10 @@ def test_static_packing_has_as_few_microbatches_as_will_do(lengths, cp_size, rep
 
 @pytest.mark.parametrize("center", [0.6, 0.45, 0.3])
 def test_static_packing_is_tried_a_few_times_only(monkeypatch, center):
-    """If most samples are a little over half, or a third, of a group's limit, tokens do not determine the bins."""
+    """Tokens do not determine the bins of samples over a half or a third of the limit.
+
+    The limit is that of a group.
+    """
     tries = []
     pack = fixed.most_room
     monkeypatch.setattr(fixed, "most_room", lambda *arguments: tries.append(1) or pack(*arguments))

@@ -30,14 +30,14 @@ STEPS = 3
 
 
 def head(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """An output layer on one rank."""
+    """Build an output layer on one rank."""
     logits = (hidden @ weight.t()).float()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
     return losses.view(hidden.shape[:2]).t().contiguous()
 
 
 def gradients(size: int, dtype: torch.dtype = torch.float32, positions: int = 33) -> tuple[torch.Tensor, ...]:
-    """Losses and gradients from the same (bf16) inputs, computed in ``dtype``."""
+    """Return losses and gradients from the same bf16 inputs, computed in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(positions, 2, 16, generator=generator).bfloat16().to(dtype).requires_grad_()
     weight = (torch.randn(50, 16, generator=generator) / 4).bfloat16().to(dtype).requires_grad_()
@@ -63,7 +63,7 @@ def test_a_second_derivative_raises() -> None:
 
 
 def test_the_weights_gradient_is_summed_in_float32() -> None:
-    """Over 500 pieces: a sum in bf16 would repeatedly lose values below its last bit."""
+    """A sum in bf16 over 500 pieces would lose values below its last bit."""
     exact = gradients(1000, positions=500)[2]
 
     def error(size: int) -> float:
@@ -106,7 +106,10 @@ class Peak(TorchDispatchMode):
 
 
 def peak_of_a_step(length: int, overrides: dict[str, Any]) -> tuple[int, int]:
-    """(bytes alive at once, bytes of the largest tensor) during a training step on sequences of this length."""
+    """Return bytes alive at once and of the largest tensor during a step.
+
+    The training step has sequences of this length.
+    """
     config = tiny_config(
         dataset__seq_length=length,
         tokenizer__vocab_size=8191,  # the logits of a token are larger than all its activations
@@ -124,7 +127,10 @@ def peak_of_a_step(length: int, overrides: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("model", [{}, MTP2], ids=["main loss", "two depths"])
 def test_memory_does_not_grow_with_the_logits(model: dict[str, Any]) -> None:
-    """A token's logits are 32 KiB. With pieces of 64 tokens a longer sequence costs its hidden states alone."""
+    """A longer sequence may cost its hidden states alone.
+
+    A token's logits are 32 KiB, and pieces have 64 tokens.
+    """
     logits = 4 * 8192
     heads = 1 + model.get("model__mtp_num_layers", 0)
     small, large = 256, 1024
@@ -142,8 +148,10 @@ def test_memory_does_not_grow_with_the_logits(model: dict[str, Any]) -> None:
 
 
 def losses_of(overrides: dict[str, Any]) -> tuple[list[tuple[float, ...]], list[int]]:
-    """(loss, gradient norm, depths' losses) of each step; and how often each parameter's gradient became ready in a
-    microbatch, all numbers that occur."""
+    """Return each step's (loss, gradient norm, depths' losses), and a set of counts.
+
+    The counts say how often a parameter's gradient became ready in a microbatch.
+    """
     run, batches = start(tiny_config(**overrides))
     ready: Counter[int] = Counter()
     for parameter in (parameter for chunk in run.model for parameter in chunk.parameters()):

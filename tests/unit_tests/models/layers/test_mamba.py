@@ -24,7 +24,10 @@ LENGTHS = [5, 17, 1, 70]
 
 
 def mixer_of(overrides: dict[str, Any]) -> tuple[Any, Any]:
-    """A mixer in float64 and its groups, of a world that is one context-parallel group."""
+    """Build a mixer in float64 and its groups.
+
+    The world is one context-parallel group.
+    """
     from megatron_cp.models.build import Build
     from megatron_cp.models.hybrid import hybrid_stack_spec
 
@@ -49,9 +52,9 @@ def shared_against_alone(
     dtype: torch.dtype = torch.float64,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[float, float, bool]:
-    """Largest differences of outputs and of gradients from one rank's, sequence by sequence in float64.
+    """Return the largest differences of outputs and gradients from one rank's.
 
-    And whether what comes out for padding is zero.
+    One rank computes sequence by sequence in float64. Returns also whether what comes out for padding is zero.
     """
     mixer, groups = mixer_of(overrides)
     mixer.to(dtype).double()
@@ -156,7 +159,10 @@ def test_shares_are_all_heads_once_with_their_groups(groups: int, size: int) -> 
 
 
 def fused_arguments() -> dict[str, Any]:
-    """Return the arguments of mamba-ssm's kernel, with a stand-in that follows its documentation."""
+    """Return the arguments that mamba-ssm's kernel gets.
+
+    A stand-in follows the kernel's documentation.
+    """
     from megatron_cp.models.layers.mamba import kernel as mamba
     from megatron_cp.models.layers.mamba.ssd import conv_and_scan
 
@@ -182,7 +188,10 @@ def fused_arguments() -> dict[str, Any]:
 
 
 def test_mamba_ssms_kernel_gets_supported_arguments() -> None:
-    """[channels, width] weights, int32 ``seq_idx`` [b, l] that is contiguous, group and head sizes by keyword."""
+    """The kernel needs [channels, width] weights and contiguous int32 ``seq_idx``.
+
+    ``seq_idx`` is [b, l]. Group and head sizes are passed by keyword.
+    """
     seen = run_ranks(functools.partial(fused_arguments), 1)[0]
     seq_idx = seen.pop("seq_idx")
     assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and seq_idx.shape == (1, 30)

@@ -49,7 +49,7 @@ def train(overrides: dict[str, Any]) -> Steps:
 
 
 def worst_difference(a: Steps, b: Steps) -> float:
-    """Largest relative difference of anything in any step."""
+    """Return the largest relative difference of any number in any step."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return float(((x - y) / y).abs().max())
 
@@ -132,7 +132,7 @@ def test_the_last_stage_may_have_fewer_other_layers_or_none(layers: int, layout:
 
 
 def test_the_depths_learn_and_matter() -> None:
-    """The comparisons would pass with untrained heads, or with a loss that is not added."""
+    """The comparisons would pass with untrained heads, or without an added loss."""
     assert all(later[2 + k] != earlier[2 + k] for k in (0, 1) for earlier, later in [single_rank(2)[:2]])
     small = run_ranks(train, 1, MTP2 | {"model__mtp_loss_scaling_factor": 1e-3})[0]
     assert small[0][0] == single_rank(2)[0][0], "the first forward pass is the same"
@@ -143,7 +143,10 @@ ONE_LAYER = MTP2 | {"model__mtp_use_repeated_layer": True}
 
 
 def first_step(overrides: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of the first step, where all depths' layers have the weights of the first; and its gradients, summed."""
+    """Return losses of the first step, and its gradients summed over depths.
+
+    All depths' layers have the weights of the first.
+    """
     run, batches = start(tiny_config(**overrides, optimizer__use_distributed_optimizer=False))
     mtp = run.model[0].module.mtp
     for layer in mtp.layers:
@@ -165,8 +168,11 @@ def test_a_repeated_layer_is_as_many_with_its_weights() -> None:
 
 
 def test_a_repeated_layer_of_a_hybrid_has_its_routers_losses_once() -> None:
-    """As megatron-core's GPT has: the mean over its uses, where layers of their own have the sum. (Of the z-loss it has
-    the sum: the router divides what it logs, and not what it trains with.)"""
+    """The loss must be the mean over uses, as in megatron-core's GPT.
+
+    Layers of their own have the sum. Of the z-loss a repeated layer has the sum: the router divides what it logs, and
+    not what it trains with.
+    """
     overrides = MTP2 | {
         "model__architecture": "hybrid",
         "model__num_layers": 1,
@@ -224,7 +230,10 @@ def test_bf16_stays_close_to_float32() -> None:
 
 
 def upstreams_loss(overrides: dict[str, Any]) -> Steps:
-    """megatron-core's own loss: exact where one rank has the whole global batch in one microbatch."""
+    """Return megatron-core's own loss.
+
+    It is exact where one rank has the whole global batch in one microbatch.
+    """
     run, batches = start(tiny_config(**overrides))
     results = []
     with (
@@ -252,7 +261,10 @@ LENGTHS = [int(x) for x in np.random.default_rng(3).choice([5, 17, 40, 9, 3, 64,
 
 
 def train_packed(overrides: dict[str, Any], per_rank: int, dynamic: bool = True, multiple: int = 1) -> Steps:
-    """As ``train``, on documents of their own lengths, with CP sizes by schedule or (packed static CP) all alike."""
+    """Train as ``train`` does, on documents of their own lengths.
+
+    CP sizes are by schedule or, with packed static CP, all alike.
+    """
     config = tiny_config(
         model__sequence_packing_scheduler="default_dynamic_cp" if dynamic else "dp_balanced",
         dataset__seq_length=128,
@@ -344,7 +356,7 @@ def resume(overrides: dict[str, Any], folder: str) -> Steps:
 
 
 def evaluated(overrides: dict[str, Any]) -> list[float]:
-    """Losses on held-out samples after each of two steps."""
+    """Return losses on held-out samples after each of two steps."""
     run, batches = start(tiny_config(**overrides, scheduler__lr_warmup_iters=0, optimizer__adam_eps=1e-3))
     losses = []
     for _ in range(2):
@@ -355,7 +367,10 @@ def evaluated(overrides: dict[str, Any]) -> list[float]:
 
 
 def test_an_evaluation_has_the_weights_of_its_step() -> None:
-    """The last stage's output layer has the embedding's copy, which no forward pass gathers without further tokens."""
+    """The last stage's output layer must have the new embedding.
+
+    It holds a copy, which no forward pass gathers without further tokens.
+    """
     model = MTP1 | TIED | {"model__num_layers": 2}
     overlapped = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
     several = run_ranks(evaluated, 4, model | PP2 | CP2 | overlapped)[0]
@@ -379,7 +394,7 @@ def test_resuming_under_another_layout(tmp_path: Path, before: Any, after: Any, 
 
 
 def begin_with(overrides: dict[str, Any], folder: str | None) -> Steps:
-    """Steps that begin with a checkpoint's weights, or with a model's first."""
+    """Train from a checkpoint's weights, or from a model's first weights."""
     run, batches = start(tiny_config(**overrides, scheduler__lr_warmup_iters=0))
     if folder is not None:
         load_checkpoint(run, folder, 2, finetune=True)

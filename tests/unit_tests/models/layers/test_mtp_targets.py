@@ -14,12 +14,15 @@ from tests.ranks import run_ranks
 
 
 def naive_shift(values: list[list[int]], depth: int) -> list[int]:
-    """Each sequence moved ``depth`` places to the left, zeros after its end; one after the other."""
+    """Move each sequence ``depth`` places to the left, with zeros after its end."""
     return [row[i + depth] if i + depth < len(row) else 0 for row in values for i in range(len(row))]
 
 
 def shifted_of_rank(padded: list[int] | None, length: int, depth: int) -> tuple[list, list]:
-    """Return (this rank's tokens after ``depth`` shifts, expected tokens); two rows without a pack."""
+    """Return this rank's tokens after ``depth`` shifts, and the expected ones.
+
+    Without a pack there are two rows.
+    """
     group = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()
     sequences = [list(range(1 + 1000 * i, 1 + 1000 * i + n)) for i, n in enumerate(padded or [length])]
@@ -52,7 +55,7 @@ def test_shifting_equals_the_naive_reference(size: int) -> None:
 
 
 def upstream_rolls_by_real_lengths() -> list[list[int]]:
-    """Three documents of 7, 11 and 8 tokens, shifted by megatron-core and by us."""
+    """Shift three documents of 7, 11 and 8 tokens by megatron-core and by us."""
     samples = [
         {"tokens": torch.arange(1, n + 1), "labels": torch.arange(n), "loss_mask": torch.ones(n)} for n in (7, 11, 8)
     ]
@@ -70,14 +73,14 @@ def upstream_rolls_by_real_lengths() -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_packed_sequences_are_shifted_by_their_padded_lengths(size: int) -> None:
-    """megatron-core's own roll follows the real lengths and mixes neighbouring documents, silently."""
+    """megatron-core's roll follows the real lengths and mixes neighboring documents."""
     results = run_ranks(upstream_rolls_by_real_lengths, size)
     assert all(ours == expected for _, ours, expected in results)
     assert any(theirs != expected for theirs, _, expected in results), "upstream is right: ours is not needed"
 
 
 def counted() -> tuple[list[float], list[float]]:
-    """Numbers of unmasked tokens by position, and by shifting the mask."""
+    """Count unmasked tokens by position, and by shifting the mask."""
     generator = torch.Generator().manual_seed(1)
     samples = [
         {

@@ -11,7 +11,7 @@ from megatron_cp.models.layers.mamba.ssd import causal_conv, conv_and_scan, ssd_
 
 
 def recurrence(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Token by token, from the definition."""
+    """Compute token by token, from the definition."""
     repeats = x.shape[2] // b.shape[2]
     b, c = (t.repeat_interleave(repeats, dim=2) for t in (b, c))
     state = x.new_zeros(*x.shape[:1], *x.shape[2:], b.shape[-1])
@@ -36,7 +36,7 @@ def inputs(length: int, dtype: torch.dtype = torch.float64, heads: int = 4, grou
 
 
 def sequences(*lengths: int) -> Tensor:
-    """[2, l]: the lengths in one row of the batch, and from the end in the other."""
+    """Return sequence indices [2, l]: the lengths in order, and in reverse order."""
     rows = [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in (lengths, lengths[::-1])]
     return torch.stack(rows).int()
 
@@ -83,7 +83,10 @@ def test_gradcheck() -> None:
 
 
 def test_chunk_size_does_not_matter_in_float32() -> None:
-    """A long decay: sums of exponents reach hundreds within a chunk, and small differences of them count."""
+    """With a long decay small differences of large sums count.
+
+    Sums of exponents reach hundreds within a chunk.
+    """
     x, dt, a, b, c = inputs(100, torch.float32)
     want = recurrence(*(t.double() for t in (x, dt, a, b, c)))
     for size in (16, 64, 128):

@@ -103,7 +103,10 @@ def test_resuming_with_other_numbers_of_layers_in_a_stage(tmp_path: Path) -> Non
 
 
 def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: Path) -> None:
-    """After a step each rank has its own shards of the new weights, until the next forward pass."""
+    """After a step each rank has only its shards of the new weights.
+
+    The next forward pass gathers them.
+    """
     uninterrupted = run_ranks(train_losses, 4, CP2 | layers_for(), 3)[0]
     run_ranks(save_after, 4, CP2 | OVERLAPPED | layers_for(), str(tmp_path), 2)
     weights_alone = run_ranks(resume, 1, layers_for() | {"checkpoint__load_optim": False}, str(tmp_path), 1)[0]
@@ -111,7 +114,10 @@ def test_weights_are_saved_whole_where_their_gathering_is_overlapped(tmp_path: P
 
 
 def test_optimizer_state_of_several_buckets(tmp_path: Path) -> None:
-    """Upstream splits saved state at offsets that include padding, which it does not save."""
+    """Upstream splits saved state at offsets that include padding.
+
+    It does not save the padding.
+    """
     model = layers_for()
     uninterrupted = run_ranks(train_losses, 4, model | CP2 | BUCKETS, 4)[0]
     run_ranks(save_after, 4, model | CP2 | BUCKETS, str(tmp_path), 2)
@@ -147,7 +153,10 @@ def test_another_optimizers_state_is_refused(tmp_path: Path, other: dict[str, An
 
 
 def test_a_plain_optimizers_state_belongs_to_a_precision(tmp_path: Path) -> None:
-    """Both optimizers have the same state, but only the distributed one uses the same names in both precisions."""
+    """Only the distributed optimizer uses the same names in both precisions.
+
+    Both optimizers have the same state.
+    """
     plain, bf16 = {"optimizer__use_distributed_optimizer": False}, {"mixed_precision__bf16": True}
     run_ranks(save_after, 1, plain, str(tmp_path / "plain"), 1)
     with pytest.raises(RanksFailed, match=r"state of a different optimizer: mixed_precision is 'bf16' here and 'fp32'"):
@@ -272,7 +281,10 @@ def test_saving_starts_no_process_that_would_run_the_users_script_again(tmp_path
 
 
 def adam_steps(overrides: dict[str, Any], folder: str) -> list[float]:
-    """Adam's own step counts after one step on a loaded checkpoint, one a parameter."""
+    """Return Adam's step counts after one step on a loaded checkpoint.
+
+    There is one count a parameter.
+    """
     run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, 2)["train"])
     train_step(run, next(batches).microbatches)
@@ -281,7 +293,10 @@ def adam_steps(overrides: dict[str, Any], folder: str) -> list[float]:
 
 
 def test_loaded_adam_counts_one_step_for_each_parameter(tmp_path: Path) -> None:
-    """Upstream gives all parameters one shared counter, which each of them then increments."""
+    """Upstream gives all parameters one shared counter.
+
+    Each parameter then increments it.
+    """
     run_ranks(save_after, 1, {}, str(tmp_path), 2)
     steps = run_ranks(adam_steps, 1, {}, str(tmp_path))[0]
     assert len(steps) > 10 and set(steps) == {3.0}
@@ -322,5 +337,8 @@ def save_as_one_kind_and_load_as_the_other(folder: str, state_first: bool) -> No
 
 @pytest.mark.parametrize("state_first", [False, True])
 def test_layers_without_extra_state_resume_as_layers_with_one(tmp_path: Path, state_first: bool) -> None:
-    """Checkpoints and imports without Transformer Engine resume with it, and back."""
+    """Checkpoints without Transformer Engine must resume with it, and back.
+
+    So must imports.
+    """
     run_ranks(save_as_one_kind_and_load_as_the_other, 2, str(tmp_path), state_first)

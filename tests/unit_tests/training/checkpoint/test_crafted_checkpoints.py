@@ -64,7 +64,10 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def with_command(folder: Path, where: str, marker: Path, protocol: int = 2) -> None:
-    """Put a command into one of the places of a checkpoint that torch or megatron-core unpickle."""
+    """Put a command into one of the places of a checkpoint that are unpickled.
+
+    torch or megatron-core unpickles them.
+    """
     command = Command(marker)
     if where == "index":
         replace_index(folder, pickle.dumps(command, protocol=protocol))
@@ -86,7 +89,7 @@ PLACES = ["index", "inside of the index", "common.pt", "common_state", "rng"]
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("where", PLACES)
 def test_no_place_of_a_checkpoint_runs_a_command(folder: Path, where: str, protocol: int) -> None:
-    """The random states are read with the tensors, by torch's planner; all else before."""
+    """torch's planner reads the random states with the tensors, and all else before."""
     marker = folder.parent / "marker"
     with_command(folder, where, marker, protocol)
     if where == "rng":
@@ -99,7 +102,7 @@ def test_no_place_of_a_checkpoint_runs_a_command(folder: Path, where: str, proto
 
 
 def test_the_commands_are_real(folder: Path) -> None:
-    """What torch and megatron-core do by themselves; else the tests above would show nothing."""
+    """torch and megatron-core must run the commands, or the tests above show nothing."""
     marker = folder.parent / "marker"
     with_command(folder, "inside of the index", marker)
     pickle.loads((folder / INDEX).read_bytes())
@@ -128,7 +131,10 @@ def test_a_run_refuses_a_crafted_checkpoint(cli: Any, tmp_path: Path, where: str
 
 
 def altered_class(attributes: dict[str, Any]) -> bytes:
-    """A pickle that sets attributes on a class itself, which Python's unpickler does not forbid."""
+    """Return a pickle that sets attributes on a class itself.
+
+    Python's unpickler does not forbid it.
+    """
     module, name = Metadata.__module__, Metadata.__qualname__
     return b"".join(
         (f"c{module}\n{name}\n".encode(), pickle.dumps((None, attributes), protocol=2)[2:-1], b"b.")

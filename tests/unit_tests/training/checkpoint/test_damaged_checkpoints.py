@@ -37,7 +37,7 @@ def save_some(folder: str, iterations: int, overrides: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Iterations 1 to 11, the last one saved in the background; small."""
+    """Save iterations 1 to 11 of a small run, the last one in the background."""
     folder = tmp_path_factory.mktemp("original")
     run_ranks(save_some, 2, str(folder), 2, {})
     run_ranks(save_some, 2, str(folder / "async"), 2, {"checkpoint__async_save": True})
@@ -68,7 +68,7 @@ def detected(root: Path, path: Path) -> bool:
 
 @pytest.mark.parametrize(("count", "seed"), [(130, 1), pytest.param(2000, 2, marks=slow)])
 def test_every_flipped_bit_is_detected(root: Path, count: int, seed: int) -> None:
-    """In every kind of file as often, in checkpoints written while training waited and in the background."""
+    """Every kind of file must be covered, saved in the background or not."""
     chosen, undetected, kinds = random.Random(seed), [], set()
     files = [root / LATEST]
     files += [path for name in ("iter_0000002", "iter_0000011") for path in sorted((root / name).iterdir())]
@@ -94,7 +94,7 @@ def test_without_checksums_a_flipped_bit_ends_in_no_other_error(root: Path) -> N
 
 
 def save_on_a_bad_disk(folder: str) -> None:
-    """Bytes change after they were written, before the checkpoint is complete."""
+    """Save, and change bytes after they were written and before the end."""
     original = checkpoint_writer.write_checksums
 
     def write_checksums(folder: Path, files: Any) -> None:
@@ -163,7 +163,10 @@ def config_of(root: Path, **checkpoint: Any) -> Any:
     ],
 )  # fmt: skip
 def test_the_fix_loads_the_other_checkpoint(root: Path, settings: dict[str, Any], advice: str) -> None:
-    """A damaged checkpoint of the run itself is never skipped silently, for any settings."""
+    """A damaged checkpoint of the run itself must not be skipped silently.
+
+    This holds for any settings.
+    """
     elsewhere = shutil.copytree(root, root.parent / "elsewhere")
     changed = {name: str(elsewhere) if value == "elsewhere" else value for name, value in settings.items()}
     with (root / "iter_0000011/.metadata").open("r+b") as file:
@@ -175,7 +178,10 @@ def test_the_fix_loads_the_other_checkpoint(root: Path, settings: dict[str, Any]
 
 
 def test_a_run_names_the_damaged_file_and_its_fix_works(cli: Any, tmp_path: Path) -> None:
-    """The one before is damaged as well, so that the one before that is named."""
+    """The checkpoint before the damaged one is damaged as well.
+
+    So the one before that must be named.
+    """
     run = tmp_path / "run"
     assert cli(*THREE)[0] == 0
     data, index = run / "iter_0000003/__1_0.distcp", run / "iter_0000002/.metadata"

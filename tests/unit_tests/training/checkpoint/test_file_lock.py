@@ -95,7 +95,7 @@ def test_reading_the_file_does_not_drop_the_lock(path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_forked_processes_do_not_hold_it(path: Path, kind: str, number: signal.Signals) -> None:
-    """Data loaders' workers and writers of checkpoints may outlive a rank that is killed for a moment."""
+    """Workers and writers may outlive a killed rank for a moment."""
     read, write = os.pipe()
 
     def fork_and_wait() -> None:

@@ -109,7 +109,10 @@ EMBEDDING_ALONE = PP2 | {"model__num_layers": 1, "model__account_for_embedding_i
 def test_a_plain_optimizer_in_bf16_resumes_if_a_stage_is_an_embedding(
     before: tuple, after: tuple, tmp_path: Path
 ) -> None:
-    """It has no parameters without weight decay: of that group nothing is saved, where other stages have some."""
+    """The stage has no parameters without weight decay.
+
+    Of that group nothing is saved, where other stages have some.
+    """
     uninterrupted = run_ranks(train_losses, after[0], PLAIN | BF16 | after[1], 4)[0]
     run_ranks(save_after, before[0], PLAIN | BF16 | before[1], str(tmp_path), 2)
     rest = run_ranks(resume, after[0], PLAIN | BF16 | after[1], str(tmp_path), 2)[0]
@@ -121,7 +124,10 @@ def test_a_plain_optimizer_in_bf16_resumes_if_a_stage_is_an_embedding(
 def packed_steps(
     lengths: str, overrides: dict[str, Any], folder: str, load: int | None, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[int, ...]], Any]:
-    """(loss, gradient norm) and the samples of each step, from a checkpoint if one is given; saves at the end."""
+    """Return (loss, gradient norm) and the samples of each step.
+
+    Begins with a checkpoint if one is given, and saves at the end.
+    """
     config = packed_config(lengths, overrides)
     run = setup(config, build_tokenizer(config.tokenizer).vocab_size)
     state = load_checkpoint(run, folder, load)["train"] if load is not None else None
@@ -196,14 +202,17 @@ def test_a_setting_that_an_older_version_did_not_know_was_at_its_default(tmp_pat
 
 
 def test_how_its_experts_are_multiplied_makes_no_other_model(tmp_path: Path) -> None:
-    """Once the default was one by one."""
+    """An older version multiplied experts one by one by default."""
     for saved, now in ((False, None), (None, False), (True, None)):
         common = {"format": 1, "config": asdict(tiny_config(**EXPERTS, model__moe_grouped_gemm=saved))}
         check_fits(tiny_config(**EXPERTS, model__moe_grouped_gemm=now), common, tmp_path, finetune=True)
 
 
 def test_changed_bytes_are_detected(tmp_path: Path) -> None:
-    """A disk that returns other bytes than were written; in the middle of the tensors, not in a header."""
+    """A disk that returns other bytes than were written must be detected.
+
+    The bytes are in the middle of the tensors, not in a header.
+    """
     run_ranks(save_after, 1, {}, str(tmp_path), 1)
     shard = next((tmp_path / "iter_0000001").glob("__0_0.distcp"))
     content = bytearray(shard.read_bytes())

@@ -78,7 +78,7 @@ def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: st
 
 
 def test_newer_settings_have_their_defaults() -> None:
-    """Otherwise an update of the program would make a run start again from its first start point."""
+    """An update of the program must not make a run start again from its start point."""
     config = RunConfig(model=ModelConfig(num_layers=3), env_vars={"A": "1"})
     saved = asdict(config)
     assert is_own_checkpoint(config, {"config": saved})
@@ -95,7 +95,7 @@ def test_newer_settings_have_their_defaults() -> None:
 
 
 def test_reading_checkpoints_changes_no_file(cli: Any, tmp_path: Path) -> None:
-    """Their losses equal those of the run, for any schedule and layout of the evaluation."""
+    """The losses must equal those of the run, for any schedule and layout."""
     run = tmp_path / "run"
 
     def held_out(name: str = "validation_loss") -> dict[int, list[float]]:

@@ -53,7 +53,7 @@ def settings(run: Any) -> list[dict[str, Any]]:
 
 
 def resumed(overrides: dict[str, Any], folder: str) -> list[dict[str, Any]]:
-    """The optimizer's settings before and after another step."""
+    """Return the optimizer's settings before and after another step."""
     run, batches = start(tiny_config(**overrides))
     batches.load_state_dict(load_checkpoint(run, folder, STEPS)["train"])
     found = settings(run)
@@ -64,7 +64,7 @@ def resumed(overrides: dict[str, Any], folder: str) -> list[dict[str, Any]]:
 
 
 def uninterrupted(overrides: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same of a run that has followed one schedule from its beginning."""
+    """Return the same settings of a run that follows one schedule from its start."""
     run, batches = start(tiny_config(**overrides))
     found = []
     for step in range(STEPS + 1):
@@ -109,7 +109,7 @@ def test_an_added_or_removed_momentum_is_reported_before_the_start(
 
 
 def test_a_schedule_of_a_given_length_is_not_the_runs_length(tmp_path: Path) -> None:
-    """What differs is named, and not also a longer run that does not matter."""
+    """Only what differs may be named, not a longer run that does not matter."""
     length = {"scheduler__lr_decay_iters": 20}
     run_ranks(save, 1, length, str(tmp_path))
     with pytest.raises(RanksFailed, match=r"schedule: optimizer.lr is 0.003 here and 0.001 in the checkpoint\. Unless"):

@@ -33,7 +33,7 @@ def impatient() -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Fork a process that calls the function and exits in any case, without pytest's clean-up."""
+    """Fork a process that calls the function and exits without pytest's clean-up."""
     pid = os.fork()
     if not pid:
         try:
@@ -152,7 +152,10 @@ def test_a_run_fails_before_ranks_time_out_waiting_for_the_first(cli: Any, tmp_p
 
 
 def held_while_training(folder: Path, without: tuple[str, ...] = ()) -> Callable[[], None]:
-    """What a rank does first, so that it copies the kernel's list of locks in each step, with all files still open."""
+    """Return a function that makes a rank copy the kernel's list of locks.
+
+    The rank calls it first. It copies the list in each step, with all files still open.
+    """
 
     def before() -> None:
         from megatron_cp.training import loop
@@ -188,7 +191,10 @@ def locks_of(inode: int, listed: str) -> str:
 
 
 def test_a_deleted_lock_is_taken_again_and_named(cli: Any, tmp_path: Path) -> None:
-    """The run's folder is deleted while the run trains: a lock on a deleted file excludes no other run."""
+    """A lock on a deleted file excludes no other run.
+
+    The run's folder is deleted while the run trains.
+    """
     code, text = cli(*TWO_STEPS, before=lambda: after_second_step(lambda: shutil.rmtree(tmp_path / "run")))
     assert code == 0 and "was deleted or moved during training. The run continues" in text, text
     assert latest_iteration(tmp_path / "run") == 2
@@ -241,7 +247,7 @@ def test_nodes_without_a_shared_folder_fail_before_training(
 
 
 def test_a_new_file_may_be_seen_late(cli: Any, tmp_path: Path) -> None:
-    """On a network file system."""
+    """A network file system may show a new file late."""
 
     def before() -> None:
         read_text, times = Path.read_text, iter(range(3))

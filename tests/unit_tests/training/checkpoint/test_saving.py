@@ -28,7 +28,10 @@ def names(folder: Path) -> list[str]:
 
 
 def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple[float, float]]:
-    """Train two steps, save, train two more while it is written; saves wait for each other."""
+    """Train two steps, save, and train two more while the checkpoint is written.
+
+    Saves wait for each other.
+    """
     run, batches = start(tiny_config(**ASYNC, **overrides))
     saver = CheckpointSaver(run, folder)
     losses = []
@@ -45,7 +48,7 @@ def save_in_the_background(overrides: dict[str, Any], folder: str) -> list[tuple
 
 
 def test_a_writer_of_an_exited_rank_writes_no_file(tmp_path: Path) -> None:
-    """The kernel's signal for a parent's death does not come for one that has died already."""
+    """The kernel does not signal the death of a parent that has died already."""
     from megatron_cp.training.checkpoint import writer as checkpoint_writer
 
     report = tmp_path / "report"
@@ -80,7 +83,7 @@ def test_background_saves_write_the_state_at_the_time_of_saving(
 
 
 def slow_writer_dies(folder: str, how: str) -> str:
-    """The background process of rank 1 is killed, or cannot write."""
+    """Save while the background process of rank 1 is killed, or cannot write."""
     from megatron_cp.training.checkpoint import writer as checkpoint_writer
 
     run, batches = start(tiny_config(**ASYNC, **CP2))
@@ -127,7 +130,7 @@ def test_a_background_writer_that_fails_is_reported_by_every_rank(tmp_path: Path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Any:
-    """A file system of 3 MiB."""
+    """Mount a file system of 3 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True).returncode:
@@ -167,7 +170,7 @@ def test_a_full_disk_leaves_the_previous_checkpoints(small_disk: Path, overrides
 
 @pytest.mark.parametrize("limit", [0, 10_000, 200_000], ids=lambda limit: f"{limit} bytes")
 def test_a_file_that_cannot_grow_is_reported(tmp_path: Path, limit: int) -> None:
-    """Whichever file it is: a rank's tensors, the index, or the name of the latest."""
+    """Every file counts: a rank's tensors, the index, and the name of the latest."""
     messages = run_ranks(save_with_file_limit, 2, str(tmp_path), limit)
     expected = "iter_0000001 could not be written; there is no earlier one"
     assert all(expected in text and "Error" in text for text in messages), messages
@@ -189,7 +192,7 @@ def save_with_file_limit(folder: str, limit: int) -> str:
 
 
 def test_a_node_that_has_lost_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the other ranks have begun to plan together what to write, and would wait for it."""
+    """The other ranks have begun to plan the writing, and would wait for the node."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     messages = run_ranks(save_without_folder, 2)
@@ -243,9 +246,10 @@ def save_read_only(folder: str, later: bool) -> str:
 
 
 def save_twice_and_die(folder: str, moment: int, overrides: dict[str, Any]) -> int:
-    """Save iteration 1, then 2, then 2 again; every rank is killed at its ``moment``-th file operation after the first.
+    """Save iteration 1, then 2, then 2 again, and kill every rank on the way.
 
-    Returns the number of operations if they were fewer.
+    A rank is killed at its ``moment``-th file operation after the first save. Returns the number of operations if they
+    were fewer.
     """
     run, batches = start(tiny_config(model__num_layers=1, checkpoint__most_recent_k=1, **overrides))
     saver = CheckpointSaver(run, folder)
@@ -261,7 +265,7 @@ def save_twice_and_die(folder: str, moment: int, overrides: dict[str, Any]) -> i
 
 
 def _die_at(moment: int) -> list[str]:
-    """Kill this process's group of ranks right before the given call that changes files."""
+    """Kill this process's group of ranks before the given call that changes files."""
     import shutil
 
     done: list[str] = []
@@ -287,7 +291,10 @@ def _die_at(moment: int) -> list[str]:
 
 
 def in_own_group(fn: Any, *args: Any) -> Any:
-    """Rank 0 leads a process group, so that killing it kills all ranks and their writers, as a machine's crash does."""
+    """Call in a process group that rank 0 leads.
+
+    Killing rank 0 kills all ranks and their writers, as a machine's crash does.
+    """
     os.setpgid(0, 0)
     return fn(*args)
 

@@ -17,7 +17,10 @@ MIXED = HCP | {"model__cp_comm_type": ["a2a+p2p", "p2p", "a2a", "all_gather"]}
 
 
 def batch_for(world_size: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Larger microbatches, which halves the messages, where at least two are left and no pipeline needs all four."""
+    """Return a larger microbatch, which halves the messages, where it fits.
+
+    At least two microbatches are left, and no pipeline needs all four.
+    """
     replicas = world_size // (
         layout.get("model__tensor_model_parallel_size", 1) * layout.get("model__context_parallel_size", 1)
     )
@@ -25,7 +28,10 @@ def batch_for(world_size: int, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers_for(*settings: dict[str, Any]) -> dict[str, Any]:
-    """Two layers where four show no more: neither stages nor a list names each of four."""
+    """Return two layers where four show no more.
+
+    Neither stages nor a list may name each of four.
+    """
     each = {name: value for some in settings for name, value in some.items()}
     named = any(isinstance(each.get(f"model__{name}"), list) for name in ("cp_comm_type", "moe_layer_freq"))
     return {} if PIPELINE in each or named else {"model__num_layers": 2}

@@ -44,7 +44,10 @@ def config_of(tp: int = 1, cp: int = 1, pp: int = 1, hcp: list[int] | None = Non
 
 
 def members(config: RunConfig) -> dict[str, list[int] | None]:
-    """Global ranks of each of the caller's groups, after proving that each group reduces over just these."""
+    """Return global ranks of the caller's groups, after a reduction over each.
+
+    The reduction shows that each group has just these ranks.
+    """
     groups = build(config)
     result: dict[str, list[int] | None] = {}
     named = {name: getattr(groups, name) for name in FIELDS}
@@ -63,7 +66,7 @@ def members(config: RunConfig) -> dict[str, list[int] | None]:
 
 
 def both_kinds(cases: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
-    """MPU and decentralized groups of several configurations, one after the other in the same process."""
+    """Build MPU and decentralized groups in turn, in the same process."""
     return [(members(config_of(**case)), members(config_of(**case, dist__use_decentralized_pg=True))) for case in cases]
 
 
@@ -139,7 +142,10 @@ def test_nothing_stale_remains_after_another_initialization() -> None:
 
 
 def fail_then_build() -> list[int]:
-    """megatron-core asserts the product of the hierarchical sizes after it has built half of the groups."""
+    """Initialize with sizes that megatron-core refuses, then build groups.
+
+    It asserts the product of the hierarchical sizes after it has built half of the groups.
+    """
     with pytest.raises(AssertionError):
         parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 4])
     groups = build(config_of(cp=4, hcp=[2, 2]))
@@ -153,7 +159,7 @@ def test_a_failed_initialization_leaves_nothing_behind() -> None:
 
 
 def timeouts(decentralized: bool) -> dict[str, float]:
-    """Minutes that a collective of each group may take."""
+    """Return the minutes that a collective of each group may take."""
     more = {"dist__use_decentralized_pg": decentralized, "dist__distributed_timeout_minutes": 7}
     groups = build(config_of(cp=4, hcp=[2, 2], **more))
     named = {name: getattr(groups, name) for name in FIELDS}

@@ -104,7 +104,10 @@ def first_weights(overrides: dict[str, Any], seed: int = 7) -> dict[str, list[fl
     "model", [MOE | {"model__mtp_num_layers": 1}, HYBRID_EXPERTS], ids=["experts and mtp", "hybrid"]
 )
 def test_another_seed_is_another_model(model: dict[str, Any]) -> None:
-    """Every initialized weight differs; PyTorch's CPU generator ignores a seed's bits beyond 32."""
+    """Every initialized weight must differ.
+
+    PyTorch's CPU generator ignores a seed's bits beyond 32.
+    """
     one, same, other = (run_ranks(first_weights, 1, model, seed)[0] for seed in (7, 7, 8))
     assert one == same
     drawn = [name for name, values in one.items() if len(set(values)) > 1]

@@ -101,7 +101,10 @@ def test_a_scale_that_cannot_fall_ends_the_run(scale: dict[str, float], falling:
     "distributed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["optimizer", "distributed optimizer"]
 )
 def test_a_resumed_run_restores_its_scale(tmp_path: Path, distributed: bool) -> None:
-    """And with how many steps went well since it last changed, after which it doubles."""
+    """The number of good steps since the last change must be restored, too.
+
+    The scale doubles after some of them.
+    """
     overrides = FP16 | CP2 | {"mixed_precision__loss_scale_window": 4}
     overrides |= {"optimizer__use_distributed_optimizer": distributed, "scheduler__lr_warmup_iters": 0}
     through = run_ranks(train, 2, overrides, 6)[0]

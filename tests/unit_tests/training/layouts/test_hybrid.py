@@ -117,7 +117,7 @@ def test_bf16_stays_close_to_float32() -> None:
 
 
 def test_every_kind_of_layer_matters_and_learns() -> None:
-    """Guards the comparisons: layers without effect on the loss would be equal under any layout."""
+    """Layers without effect on the loss would be equal under any layout."""
     losses = {
         pattern: run_ranks(train_losses, 1, HYBRID | {"model__hybrid_layer_pattern": pattern}, 1)[0][0][0]
         for pattern in ("M*M-", "--M-", "M*--", "M*MM")
@@ -147,7 +147,10 @@ def test_resuming_under_another_layout(tmp_path: Path, name: str) -> None:
 
 
 def test_a_checkpoint_has_megatron_cores_names(tmp_path: Path) -> None:
-    """Names of megatron-core's mixer, which saves input projection and convolution in parts, and of fused norms."""
+    """megatron-core saves its mixer in several tensors, and fused norms.
+
+    Input projection and convolution are the ones in several tensors.
+    """
     run_ranks(save_after, 2, HYBRID | TP2, str(tmp_path), 1)
     shapes = {key: tuple(x.size) for key, x in stored_tensors(tmp_path / "iter_0000001").items()}
     mixer = "decoder.layers.0.mixer."

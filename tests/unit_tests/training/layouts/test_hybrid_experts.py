@@ -109,7 +109,7 @@ def test_model_trains_like_one_rank(name: str) -> None:
 
 
 def test_experts_matter_and_are_each_their_own() -> None:
-    """Guards the comparisons: layers without effect on the loss, or alike, would be equal under any layout."""
+    """Layers without effect on the loss, or alike, would be equal under any layout."""
     patterns = ("ME*E", "ME*-", "M-*E", "EM*E")
     losses = [single_rank(json.dumps({"model__hybrid_layer_pattern": pattern}), 1)[0][0] for pattern in patterns]
     fewer = {"model__moe_router_topk": 1, "model__moe_shared_expert_intermediate_size": None}

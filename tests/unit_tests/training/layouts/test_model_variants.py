@@ -266,7 +266,7 @@ def test_feature_trains_like_one_rank(name: str) -> None:
 
 
 def overlapping(overrides: dict[str, Any]) -> tuple[set[bool], int, list]:
-    """Whether anything is overlapped, in how many buckets, and what comes of it."""
+    """Return whether anything is overlapped, the number of buckets, and the results."""
     run, batches = start(tiny_config(**overrides))
     results = [train_step(run, next(batches).microbatches) for _ in range(2)]
     configs = [chunk.ddp_config for chunk in run.model]
@@ -280,7 +280,7 @@ def overlapping(overrides: dict[str, Any]) -> tuple[set[bool], int, list]:
     ids=["one rank", "pp2 vpp2", "copies of experts alone", "dp2"],
 )
 def test_overlap_without_replicas_does_nothing(ranks: int, overrides: dict[str, Any], expected: bool) -> None:
-    """Where there are none each collective of one rank would still be launched, in every bucket."""
+    """Each collective of one rank would still be launched, in every bucket."""
     plain = run_ranks(overlapping, ranks, overrides)
     for (overlapped, buckets, results), (_, few, same) in zip(
         run_ranks(overlapping, ranks, overrides | OVERLAPPED), plain, strict=True
@@ -289,7 +289,7 @@ def test_overlap_without_replicas_does_nothing(ranks: int, overrides: dict[str, 
 
 
 def precisions() -> tuple[set, set, set]:
-    """Return the data types of the parameters, of gradient sums and of the optimizer's copies."""
+    """Return the dtypes of parameters, gradient sums and the optimizer's copies."""
     run, batches = start(tiny_config(mixed_precision__fp32=False, mixed_precision__bf16=True, **CP2))
     before = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
     train_step(run, next(batches).microbatches)  # the warm-up starts with a learning rate of zero
@@ -307,7 +307,10 @@ def test_bf16_sums_gradients_and_updates_weights_in_float32() -> None:
 
 
 def test_bf16_stays_close_to_float32() -> None:
-    """bf16 has 8 bits of mantissa: 3 steps stay within a few thousandths of float32's loss, under any layout."""
+    """Three steps in bf16 must stay within a few thousandths of float32's loss.
+
+    bf16 has 8 bits of mantissa. This holds under any layout.
+    """
     bf16 = {"mixed_precision__fp32": False, "mixed_precision__bf16": True}
     batch = layers_for() | {"train__micro_batch_size": 2}
     for world_size, layout in [(1, {}), (4, CP4 | HCP), (4, TP2 | SP | CP2)]:
@@ -317,7 +320,7 @@ def test_bf16_stays_close_to_float32() -> None:
 
 
 def test_router_settings_take_effect() -> None:
-    """Guards the comparisons above: a balancing loss or a choice of groups that did nothing would pass them."""
+    """The comparisons above would pass if these settings did nothing."""
     alone = run_ranks(train_losses, 1, MOE, 2)[0]
     for balanced in (BALANCED, BY_SEQUENCE, OVER_THE_BATCH):
         losses = [step[:2] for step in run_ranks(train_losses, 1, balanced, 2)[0]]
@@ -333,7 +336,7 @@ def test_router_settings_take_effect() -> None:
 
 
 def biases_before_and_after() -> list[torch.Tensor]:
-    """Of one router: at the start, after a step, and after one that is left out."""
+    """Return a router's biases at the start, after a step, and after a skipped one."""
     run, batches = start(tiny_config(**BIASED))
     bias, found = expert_biases(run.model)[0], []
     for counts in (None, True, False):

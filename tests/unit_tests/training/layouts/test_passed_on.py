@@ -64,7 +64,10 @@ FAST = ("output gate", "muon, divided")
 
 
 def check(model: Overrides, other: Overrides | None, layouts: list[Overrides]) -> None:
-    """Check that two ranks train to one rank's losses and gradient norms, and that the setting changes them."""
+    """Check that two ranks train to one rank's losses and gradient norms.
+
+    The setting must change them.
+    """
     alone = run_ranks(train_losses, 1, model, STEPS)[0]
     without = run_ranks(train_losses, 1, other or {}, STEPS)[0]
     assert (worst_difference(alone, without)[0] < 1e-6) == (other is None)

@@ -54,7 +54,10 @@ def attention_layers(run: Run) -> Iterator[tuple[str, Attention]]:
 
 
 def weights_of(run: Run) -> Weights:
-    """Of all projections to queries, keys and values, by layer and projection."""
+    """Return the weights of all projections to queries, keys and values.
+
+    Names are made of layer and projection.
+    """
     layers = (layer for _, layer in attention_layers(run))
     projections = [
         (f"{layer.layer_number} {name}", getattr(layer, name))
@@ -69,7 +72,7 @@ Trained = tuple[list[tuple[float, float]], list[float], Weights]
 
 
 def train(run: Run, steps: Iterable[Sequence[Microbatch]]) -> Trained:
-    """Losses and norms, the largest score of each step, and the weights at the end."""
+    """Train; return losses and norms, the largest score of each step, and weights."""
     results: list[StepResult] = []
     for microbatches in steps:
         results.append(train_step(run, microbatches))
@@ -104,7 +107,10 @@ def trained_one_by_one(lengths: str) -> Trained:
 
 
 def check_like(alone: Trained, results: list[Trained], tp: int = 1, tolerance: float = 2e-6, sgd: bool = True) -> None:
-    """All ranks' numbers, and the weights of neighbouring tensor-parallel ranks beside each other, are one rank's."""
+    """Check all ranks' numbers and weights against one rank's.
+
+    Weights of neighboring tensor-parallel ranks are joined.
+    """
     for losses, logits, _ in results:
         assert max(worst_difference(losses, alone[0])) < tolerance
         assert logits == pytest.approx(alone[1], rel=1e-5)
@@ -156,7 +162,7 @@ def test_like_one_rank(name: str) -> None:
     ],
 )
 def test_packs(layout: Overrides, tmp_path: Path) -> None:
-    """Of samples of other lengths, one by one on one rank."""
+    """Packs must train like samples one by one on one rank."""
     lengths = lengths_file(tmp_path)
     scheduler = "default_dynamic_cp" if "model__dynamic_context_parallel" in layout else "dp_balanced"
     packed = layout | {"model__sequence_packing_scheduler": scheduler, "model__max_seqlen_per_dp_cp_rank": 64}
@@ -165,7 +171,7 @@ def test_packs(layout: Overrides, tmp_path: Path) -> None:
 
 
 def like_upstreams(overrides: Overrides) -> None:
-    """Each step, from scores written out of the queries and keys that attention was called with."""
+    """Check each step against scores computed from attention's queries and keys."""
     run, batches = start(tiny_config(**CLIP | FAST | overrides))
     layers = {id(layer.core_attention): layer for _, layer in attention_layers(run)}
     largest: dict[int, list[torch.Tensor]] = {each: [] for each in layers}
@@ -217,7 +223,10 @@ def test_like_upstreams(model: Overrides) -> None:
 
 
 def halved(overrides: Overrides) -> tuple[list[tuple[float, float]], list[int]]:
-    """Return losses and norms of a bfloat16 run with Adam, and where this rank's float32 parts begin."""
+    """Return losses and norms of a bfloat16 run with Adam.
+
+    Also where this rank's float32 parts begin.
+    """
     # With these sizes, the border between the data-parallel ranks' parts lies in the weights of queries and keys.
     small = {"model__num_layers": 1, "model__ffn_hidden_size": 32}
     run, batches = start(tiny_config(**CLIP | FAST | ADAM | BFLOAT16 | small | overrides))
@@ -236,7 +245,10 @@ def halved(overrides: Overrides) -> tuple[list[tuple[float, float]], list[int]]:
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(OVERLAPPED, marks=slow)])
 def test_float32_weights_that_are_divided(layout: Overrides) -> None:
-    """Of 16-bit weights, the optimizer's copies are clipped: whole ones, and those that ranks have parts of."""
+    """The optimizer's float32 copies of 16-bit weights must be clipped.
+
+    Whole ones, and those that ranks have parts of.
+    """
     whole, _ = run_ranks(halved, 2, {"optimizer__use_distributed_optimizer": False})[0]
     divided = run_ranks(halved, 2, layout)
     assert any(first > 0 for _, beginnings in divided for first in beginnings)

@@ -133,7 +133,7 @@ def walk_and_let_go() -> None:
 
 
 def test_unclosed_steps_end_with_their_owner() -> None:
-    """Otherwise the exit of this process would wait for its workers for ever."""
+    """Otherwise this process would wait for its workers for ever at its exit."""
     run_ranks(walk_and_let_go, 1)
 
 

@@ -22,7 +22,7 @@ Losses = list[tuple[float, float]]
 
 
 def assert_copies_agree(run: Run) -> None:
-    """The first and the last stage hold the same embedding, bit for bit."""
+    """Check that first and last stage hold the same embedding, bit for bit."""
     ends = [
         chunk for chunk in run.model for end in ("pre_process", "post_process") if get_attr_wrapped_model(chunk, end)
     ]
@@ -34,7 +34,10 @@ def assert_copies_agree(run: Run) -> None:
 
 
 def two_steps(overrides: dict[str, Any], folder: str, after: int) -> Losses:
-    """(loss, gradient norm) of two steps, from the checkpoint ``after`` so many steps or (0) from the beginning."""
+    """Return (loss, gradient norm) of two steps.
+
+    They begin with the checkpoint ``after`` so many steps, or (0) from the beginning.
+    """
     run, batches = start(tiny_config(**overrides))
     assert not parallel_state.is_initialized()
     if after:
@@ -56,7 +59,10 @@ def two_steps(overrides: dict[str, Any], folder: str, after: int) -> Losses:
     ],
 )
 def test_tied_embeddings_are_saved_and_loaded(tmp_path: Path, layout: dict, other_size: int, other: dict) -> None:
-    """On four ranks, then on the same again, then on others: the same training as one rank's without a stop."""
+    """Each resumed run must train like one rank without a stop.
+
+    On four ranks, then on the same again, then on others.
+    """
     uninterrupted = run_ranks(train_losses, 1, TIED, 6)[0]
     losses: Losses = []
     for world_size, overrides, after in ((4, layout, 0), (4, layout, 2), (other_size, other, 4)):

@@ -26,7 +26,7 @@ def over(kinds: str | list[str]) -> dict[str, Any]:
 
 
 def built(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """The transports of this rank's attention layers in each of the runs."""
+    """Return the transports of this rank's attention layers in each of the runs."""
     found = []
     for overrides in runs:
         run = setup(tiny_config(**overrides), VOCAB)
@@ -37,7 +37,7 @@ def built(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def test_every_layer_has_the_configured_transport() -> None:
-    """megatron-core hands it over only where context_parallel_size is more than 1."""
+    """megatron-core passes it on only if context_parallel_size is more than 1."""
     cases: list[tuple[dict[str, Any], list[str]]] = [
         (DYNAMIC | over("a2a"), ["a2a"] * 4),
         (DYNAMIC | over("a2a+p2p"), ["a2a+p2p"] * 4),

@@ -11,7 +11,7 @@ from megatron_cp.data.text.preprocess import preprocess
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Ten documents of 100 tokens."""
+    """Write ten documents of 100 tokens."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(10):

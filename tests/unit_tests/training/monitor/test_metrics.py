@@ -251,7 +251,7 @@ def test_lines_are_dropped_wherever_they_are(tmp_path: Path) -> None:
 
 
 def test_evaluating_an_older_checkpoint_keeps_the_lines(tmp_path: Path) -> None:
-    """It trains nothing, and nothing takes the place of what would be dropped."""
+    """An evaluation trains nothing that would take the place of dropped lines."""
     report(tmp_path, steps=range(1, 15), tensorboard=False)
     before = (tmp_path / "metrics.jsonl").read_text()
     report(tmp_path, start=10, steps=range(10, 11), step_too=False, tensorboard=False)
@@ -259,7 +259,7 @@ def test_evaluating_an_older_checkpoint_keeps_the_lines(tmp_path: Path) -> None:
 
 
 def test_a_restarted_run_has_one_curve(tmp_path: Path) -> None:
-    """Its first attempt ended before the first checkpoint."""
+    """The first attempt ended before the first checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in (range(1, 7), range(1, 4)):
@@ -381,7 +381,10 @@ def test_without_a_terminal_the_log_has_the_time_left(tmp_path: Path, caplog: py
 def test_without_progress_there_are_no_step_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, progress: str, expected: int
 ) -> None:
-    """With and without a terminal. Other lines are logged, and numbers of steps are written."""
+    """Other lines must be logged, and numbers of steps written.
+
+    With and without a terminal.
+    """
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with caplog.at_level("INFO", logger="megatron_cp"):
         report(tmp_path, progress=progress, tensorboard=False)

@@ -18,9 +18,10 @@ from tests.unit_tests.training.layouts.cases import CP2, CP4, PP2, TP2, VPP2
 
 
 def poison(run: Any, rank: int, name: str, microbatch: int, backward: bool) -> Any:
-    """Put a nan into one element of a module's output, or an infinity into its gradient, on one rank.
+    """Put a NaN into a module's output, or an infinity into its gradient.
 
-    Counts microbatches from zero after each pass of a step, the second pass too. Returns the final error.
+    One element on one rank is changed. Counts microbatches from zero after each pass of a step, the second pass too.
+    Returns the final error.
     """
     if int(os.environ["RANK"]) != rank:
         return lambda: None
@@ -150,7 +151,7 @@ def test_damaged_parameters_are_not_skipped_over() -> None:
 
 
 def passing_fault() -> str:
-    """A nan that does not come again, as bad hardware makes them."""
+    """Produce a NaN that does not come again, as bad hardware does."""
     run, batches = start(tiny_config(**CP2))
     module = dict(run.model[0].module.named_modules())["decoder.layers.1.mlp"]
 
@@ -171,7 +172,10 @@ def test_a_fault_that_does_not_repeat_is_reported_as_such() -> None:
 
 
 def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[float, float]]:
-    """Train on samples whose tokens from ``last_unmasked`` on are masked: before slicing, equal in every layout."""
+    """Train on samples whose tokens from ``last_unmasked`` on are masked.
+
+    The masks are set before slicing, so they are equal in every layout.
+    """
     from megatron_cp.data.batch_iterator import BatchIterator
 
     original = BatchIterator.__next__
@@ -188,8 +192,10 @@ def masked_losses(overrides: dict[str, Any], last_unmasked: int) -> list[tuple[f
 
 @pytest.mark.parametrize("unmasked", [8, 1, 0], ids=["one slice", "one token", "none"])
 def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
-    """Of 32 tokens on four ranks, rank 0 holds the first four and the last four, rank 1 the next; ranks 2 and 3 none
-    of the first eight."""
+    """Ranks 2 and 3 have none of the first eight tokens.
+
+    Of 32 tokens on four ranks, rank 0 holds the first four and the last four, rank 1 the next.
+    """
     one = run_ranks(masked_losses, 1, {}, unmasked)[0]
     four = run_ranks(masked_losses, 4, CP4, unmasked)[0]
     if not unmasked:
@@ -201,7 +207,7 @@ def test_ranks_without_an_unmasked_token_are_exact(unmasked: int) -> None:
 
 
 def test_a_step_without_a_loss_changes_no_weights() -> None:
-    """Not even a router, whose losses would be divided by zero tokens."""
+    """Not even a router may change, whose losses would be divided by zero tokens."""
     router = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 48, "model__moe_aux_loss_coeff": 0.1}
 
     def trained(unmasked: int) -> tuple[bool, float]:

@@ -18,7 +18,7 @@ EP2 = {"model__expert_model_parallel_size": 2}
 
 
 def counted(overrides: dict[str, Any]) -> tuple[int, int]:
-    """As announced, and this rank's own."""
+    """Return the announced number of parameters, and this rank's own."""
     run, _ = start(tiny_config(**overrides))
     result = count_parameters(run), sum(p.numel() for chunk in run.model for p in chunk.parameters())
     run.close()

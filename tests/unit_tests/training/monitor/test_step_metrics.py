@@ -68,7 +68,10 @@ class Recorded:
             file.write(json.dumps([what, value]) + "\n")
 
     def steps(self) -> list[tuple[float, list[float] | None]]:
-        """Loss scale, and rate and weight decay where the parameters were changed, of each step."""
+        """Return each step's loss scale, rate and weight decay.
+
+        Rate and weight decay are there where the parameters were changed.
+        """
         found: list[tuple[float, list[float] | None]] = []
         for line in self.path.read_text().splitlines():
             what, value = json.loads(line)
@@ -80,7 +83,10 @@ class Recorded:
 
 
 def test_metrics_of_a_step_are_the_values_it_trained_with(cli: Any, tmp_path: Path) -> None:
-    """With overflows, while rate, weight decay and loss scale change, and after a resume."""
+    """Overflows, changing rates and a resume must not change them.
+
+    Rate, weight decay and loss scale change.
+    """
     recorded = Recorded(tmp_path / "recorded.jsonl")
     for more in (["train.exit_interval=5"], []):
         code, text = cli(*SCHEDULED, *more, ranks=1, before=recorded.start)
@@ -170,7 +176,7 @@ def test_a_log_line_has_the_loss_of_its_step_and_the_times_of_its_interval() -> 
 
 
 def test_every_line_fits_160_characters_and_keeps_what_matters_most() -> None:
-    """With everything there can be, and long numbers."""
+    """The line has everything that there can be, and long numbers."""
     widest = replace(
         LAST,
         iteration=10_000_000,
@@ -205,7 +211,10 @@ def test_every_line_fits_160_characters_and_keeps_what_matters_most() -> None:
 
 
 def measured_peaks() -> tuple[float, float, bool]:
-    """Return the peak of float32 products, products timed here, and whether torch's random state is unchanged."""
+    """Return float32 peaks: the measured one and one of products timed here.
+
+    The third value is whether torch's random state is unchanged.
+    """
     import time
 
     before = torch.random.get_rng_state()

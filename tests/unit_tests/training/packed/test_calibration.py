@@ -25,7 +25,7 @@ PLAN: Any = SimpleNamespace(lengths=[50, 7], schedule=Schedule(1, 64, [[Group((0
 
 
 def tracker(iteration: int, prior: CostModel = PRIOR, **model: Any) -> tuple[CostTracker, Any]:
-    """That of a run of one rank that begins after ``iteration``."""
+    """Return the tracker of a run of one rank that begins after ``iteration``."""
     settings = ModelConfig(dynamic_context_parallel_calibration_iters=ITERATIONS, **model)
     run: Any = SimpleNamespace(
         config=SimpleNamespace(model=settings),
@@ -39,7 +39,7 @@ def tracker(iteration: int, prior: CostModel = PRIOR, **model: Any) -> tuple[Cos
 
 
 def train(costs: CostTracker, run: Any, last: int) -> tuple[list[int], list[int]]:
-    """The iterations that were measured, and those after which there was another cost model."""
+    """Return measured iterations, and those after which the cost model changed."""
     measured, changed = [], []
     for iteration in range(run.progress.iteration + 1, last + 1):
         before = costs._measured
@@ -92,7 +92,10 @@ def test_the_same_layout_keeps_its_cost_model() -> None:
 
 
 def older_state() -> tuple[bool, CostModel, bool]:
-    """A state of a version that saved its prior, and derived another one from the same settings."""
+    """Return the state of a version that saved its prior.
+
+    That version derived another prior from the same settings.
+    """
     state = tracker(0)[0].state_dict()
     for name in ("transport", "ranks_per_node", "device"):
         del state["of"][name]

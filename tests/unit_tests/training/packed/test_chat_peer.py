@@ -48,7 +48,10 @@ def dialogues() -> list[list[dict[str, str]]]:
 
 
 def plain_loop(folder: Path, marked: Path, order: list[tuple[int, ...]]) -> tuple[list[float], list[float], Any]:
-    """Train with transformers in batches of ``order``; return losses, norms and weights."""
+    """Train with transformers in the batches of ``order``.
+
+    Returns losses, norms and weights.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
     tokenizer = AutoTokenizer.from_pretrained(marked, local_files_only=True)
     samples = {}
@@ -79,7 +82,10 @@ def plain_loop(folder: Path, marked: Path, order: list[tuple[int, ...]]) -> tupl
 
 
 def publish_and_import(folder: str) -> list[tuple[int, ...]]:
-    """Write model, tokenizer and dialogues; return the ids of the samples in the run's order."""
+    """Write model, tokenizer and dialogues.
+
+    Returns the ids of the samples in the run's order.
+    """
     path = Path(folder)
     publish(path / "hf", "llama", vocab_size=310, max_position_embeddings=LONGEST)
     for name in ("plain", "marked"):

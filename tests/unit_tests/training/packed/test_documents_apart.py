@@ -26,7 +26,7 @@ def without_loss(sample: Sample) -> Sample:
 
 
 def joined(first: Sample, second: Sample) -> Sample:
-    """One sample of both: what a window over a token stream is."""
+    """Join two samples to one, as a window over a token stream does."""
     return {key: torch.cat([first[key], second[key]]) for key in first}
 
 
@@ -41,7 +41,10 @@ PACKS = {
 
 
 def losses_of(names: list[str], overrides: dict[str, Any]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of one step on each pack, all from the same weights."""
+    """Return (loss, gradient norm) of one step on each pack.
+
+    All steps begin with the same weights.
+    """
     results = []
     for name in names:
         config = tiny_config(model__sequence_packing_scheduler="dp_balanced", dataset__seq_length=128, **overrides)

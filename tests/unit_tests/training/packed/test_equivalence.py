@@ -222,7 +222,10 @@ AUX_LOSS = {"model__moe_router_load_balancing_type": "aux_loss", "model__moe_aux
 
 @pytest.fixture
 def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding decides between two experts that a token likes equally: it does in the seventh step under one layout."""
+    """Train five steps.
+
+    Rounding decides between two experts that a token likes equally: it does in the seventh step under one layout.
+    """
     monkeypatch.setattr(packed_runs, "STEPS", 5)
 
 
@@ -266,7 +269,10 @@ def test_the_balance_of_experts_is_that_of_packs_of_many_sizes(name: str, depths
 @slow
 @pytest.mark.parametrize("name", DYNAMIC_EXPERTS)
 def test_the_balance_of_a_hybrids_experts_is_that_of_its_packs(name: str, lengths: str) -> None:
-    """Their padding is sliced by us: upstream's hybrid model gives every tensor-parallel rank the whole mask."""
+    """Our code slices the padding of the experts' input.
+
+    upstream's hybrid model gives every tensor-parallel rank the whole mask.
+    """
     ranks, layout = DYNAMIC_EXPERTS[name]
     model = HYBRID | MOE | {"model__hybrid_layer_pattern": "ME*E"} | AUX_LOSS
     sizes = check_balance(ranks, model, DYNAMIC | layout, lengths)
@@ -274,7 +280,10 @@ def test_the_balance_of_a_hybrids_experts_is_that_of_its_packs(name: str, length
 
 
 def check_balance(ranks: int, model: dict[str, Any], layout: dict[str, Any], lengths: str) -> set[int]:
-    """The auxiliary loss is a matter of the pack, so one rank takes the same packs. Returns the groups' sizes."""
+    """Check losses against one rank that trains on the same packs.
+
+    The auxiliary loss depends on the pack. Returns the groups' sizes.
+    """
     overrides = model | layout | {"model__dynamic_context_parallel_calibration_iters": 0}
     losses, sizes, _ = run_ranks(packed_losses, ranks, lengths, overrides)[0]
     packs = run_ranks(packs_of, ranks, lengths, overrides)[0]

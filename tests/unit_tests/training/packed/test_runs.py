@@ -51,7 +51,10 @@ def packed(cli: Any, tmp_path: Path) -> Any:
 
 
 def shown_by(command: Any, *arguments: str) -> tuple[int, str]:
-    """Exit code and output. (pytest's own capturing would replace the streams of forked ranks.)"""
+    """Return exit code and output.
+
+    pytest's own capturing would replace the streams of forked ranks.
+    """
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = command.main(list(arguments))
@@ -105,7 +108,10 @@ def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path) -> No
 
 
 def test_a_run_resumed_with_a_smaller_batch_takes_the_samples_that_follow(packed: Any, tmp_path: Path) -> None:
-    """Four iterations of four samples are fewer than the two of ten that were consumed: no reason to begin again."""
+    """A smaller count of trained samples is no reason to begin again.
+
+    Four iterations of four samples are fewer than the two of ten that were consumed.
+    """
     more = ["model.context_parallel_size=1", "model.max_seqlen_per_dp_cp_rank=128"]
     more += ["scheduler.override_opt_param_scheduler=true"]
     assert packed(*more, "train.train_iters=3", "train.exit_interval=2", ranks=1)[0] == 0
@@ -119,7 +125,7 @@ def test_a_run_resumed_with_a_smaller_batch_takes_the_samples_that_follow(packed
 
 
 def test_a_resumed_calibrated_run_keeps_its_cost_model(packed: Any, tmp_path: Path) -> None:
-    """The schedule of the step after the checkpoint was under way already, with the model from before."""
+    """The next step's schedule was made with the model from before the checkpoint."""
     more = ["train.train_iters=8", "model.dynamic_context_parallel_calibration_iters=5", "checkpoint.save_interval=5"]
     code, text = packed(*more)
     assert code == 0 and "cost model calibrated" in text, text

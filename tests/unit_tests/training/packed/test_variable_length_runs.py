@@ -29,7 +29,10 @@ slow = pytest.mark.slow
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of the run; of the last run, where one was resumed."""
+    """Return the metrics of each step.
+
+    Of a resumed run these are the last run's.
+    """
     lines = (json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return list({line["iteration"]: line for line in lines if "grad_norm" in line}.values())
 
@@ -66,7 +69,7 @@ def test_a_recipe_uses_groups_of_several_sizes_and_trains_like_one_rank(cli: Any
 
 
 def test_resuming_on_other_ranks_takes_the_same_samples(cli: Any, tmp_path: Path, chats: str) -> None:
-    """Eighteen lines: an epoch ends in the middle of a batch, before and after the checkpoint."""
+    """An epoch of eighteen lines ends in a batch, before and after the checkpoint."""
     arguments = [*DYNAMIC, f"dataset.data_path={chats}", "dataset.split='1,0,0'"]
     code, text = cli(*arguments, ranks=2)
     assert code == 0 and "18 documents tokenized" in text, text
@@ -115,7 +118,7 @@ def test_bad_data_ends_every_rank_with_one_message(
 
 
 def labels_too_short() -> None:
-    """On the second rank only: one sample has lost a label."""
+    """Remove a label of each sample, on the second rank only."""
     import os
 
     from megatron_cp.data.samples.varlen import MockVarlenDataset

@@ -98,7 +98,10 @@ def padding_under_the_loss() -> Patch:
 
 
 def _loss(change: Callable[[torch.Tensor, torch.Tensor, Any], Any]) -> Patch:
-    """Patch the result of the loss function: (loss mask, losses, old result) -> new result."""
+    """Patch the result of the loss function.
+
+    ``change``: (loss mask, losses, old result) -> new result.
+    """
 
     def wrap(original: Callable) -> Callable:
         def changed_loss(mask: Any, weights: Any, losses: Any) -> Any:
@@ -203,7 +206,7 @@ def shifted_over_documents() -> Patch:
 
 @contextmanager
 def _shift_by(shift: Callable) -> Iterator[None]:
-    """Tokens are shifted in the layers, labels and masks by the language model."""
+    """Patch the shift of tokens (in layers), and of labels and masks (in the model)."""
     with mock.patch.object(mtp, "shift_left", shift), mock.patch.object(language_model, "shift_left", shift):
         yield
 

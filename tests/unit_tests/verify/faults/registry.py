@@ -70,6 +70,6 @@ def changed(holder: Any, name: str, change: Callable[[Any], Any]) -> AbstractCon
 
 
 def table() -> str:
-    """The table of the documentation: every fault, and what shows it."""
+    """Return the documentation's table: every fault, and what shows it."""
     rows = [f"| {each.what} | {_PARTS[each.says]} |" for each in FAULTS.values()]
     return "\n".join(["| planted in the layout | seen by |", "|---|---|", *rows])
