@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron_cp.dynamic_cp.cost import FITTED, CostModel
 
+_RIDGE = 1e-3  # weight of the scaled prior
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -39,12 +41,11 @@ class Calibrator:
     window: number of latest observations used.
     """
 
-    def __init__(self, prior: CostModel, *, window: int = 512, bound: float = 8.0, ridge: float = 1e-3) -> None:
-        if window < 1 or bound <= 1 or ridge <= 0:
-            raise ValueError(f"Calibrator: window={window} must be >= 1, bound={bound} > 1 and ridge={ridge} > 0")
+    def __init__(self, prior: CostModel, *, window: int = 512, bound: float = 8.0) -> None:
+        if window < 1 or bound <= 1:
+            raise ValueError(f"Calibrator: window={window} must be >= 1 and bound={bound} > 1")
         self.prior = prior
         self.bound = bound
-        self.ridge = ridge
         self._rows: deque[tuple[np.ndarray, float]] = deque(maxlen=window)
 
     def observe(self, microbatches: Sequence[tuple[Sequence[int] | np.ndarray, int]], seconds: float) -> None:
@@ -131,8 +132,8 @@ class Calibrator:
     def _solve(self, design: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """Solve weighted least squares with a ridge towards 1 and bounded factors."""
         rows = len(design)
-        normal = (design * weight[:, None]).T @ design / rows + self.ridge * np.diag((design**2).mean(axis=0) + 1e-6)
-        target = (design * weight[:, None]).sum(axis=0) / rows + self.ridge * ((design**2).mean(axis=0) + 1e-6)
+        normal = (design * weight[:, None]).T @ design / rows + _RIDGE * np.diag((design**2).mean(axis=0) + 1e-6)
+        target = (design * weight[:, None]).sum(axis=0) / rows + _RIDGE * ((design**2).mean(axis=0) + 1e-6)
         low, high = 1 / self.bound, self.bound
         fixed = np.full(design.shape[1], np.nan)
         while True:
