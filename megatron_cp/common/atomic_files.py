@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 
@@ -14,7 +15,9 @@ from pathlib import Path
 def atomic_write(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]]:
     """Yield a temporary path beside each path, and rename them at the end.
 
-    If the body raises, ``paths`` stay unchanged and the temporary files are deleted.
+    If the body raises, ``paths`` stay unchanged and the temporary files are deleted. Several paths are one set of
+    files in one folder: processes rename their sets one after the other. An old file of the last path is removed first,
+    so that an interruption leaves no mixed set.
 
     Args:
         only_writer: no other process writes to ``paths``. Leftovers of a killed process are then overwritten.
@@ -26,11 +29,26 @@ def atomic_write(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]
     partial = [path.with_name(f".{path.name}.partial{mark}") for path in paths]
     try:
         yield partial
-        for new, path in zip(partial, paths, strict=True):
-            os.replace(new, path)
+        with _locked(paths[0].parent) if len(paths) > 1 else nullcontext():
+            if len(paths) > 1 and paths[-1].is_file():
+                paths[-1].unlink()
+            for new, path in zip(partial, paths, strict=True):
+                os.replace(new, path)
     finally:
         for each in partial:
             shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other processes that rename files in it; some file systems cannot."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str, *, survives_power_loss: bool = False) -> None:

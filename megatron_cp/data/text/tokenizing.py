@@ -50,5 +50,3 @@ def indexed_writer(prefix: str, tokenizer: Tokenizer, source: str) -> Iterator[A
             raise DataError(f"{source}: has no text. Fix: name files with text")
         builder.finalize(str(index))
         write_record(str(record), tokenizer)
-        # Remove the old index first: an interruption between the renames must not leave a mixed pair.
-        Path(prefix + ".idx").unlink(missing_ok=True)
