@@ -17,7 +17,7 @@ import yaml
 
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK
 from megatron_cp.common.terminal import ArgumentParser, say
-from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, given, parse
+from megatron_cp.config.flags import add_gpus_per_node, add_recipe, compose, given, overrides_before, parse
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.config.recipes import list_recipes, parse_overrides, settings_of
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
-    args = parse(parser, argv)
+    args = parse(parser, overrides_before("--calibrate", argv))
     _check_files(parser, args)
     device = load_device(args.gpu)
     if args.calibrate:

@@ -59,9 +59,28 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     if unknown:
         raise UsageError(parser.prog, answer(parser.prog, argv, unknown))
     if not args.recipe:
-        args.recipe = next((word for word in args.overrides if "=" not in word and not word.startswith("~")), None)
+        args.recipe = next((word for word in args.overrides if not _is_override(word)), None)
         args.overrides = [word for word in args.overrides if word is not args.recipe]
     return args
+
+
+def overrides_before(option: str, argv: Sequence[str]) -> list[str]:
+    """Move overrides that follow an option's values before the option.
+
+    argparse takes all words up to the next flag for values of an option with several.
+    """
+    words = list(argv)
+    if option in words:
+        begin = words.index(option) + 1
+        end = next((at for at in range(begin, len(words)) if words[at].startswith("-")), len(words))
+        values = words[begin:end]
+        moved = [word for word in values if _is_override(word) and not os.path.isdir(word)]
+        words[begin - 1 : end] = [*moved, option, *(word for word in values if word not in moved)]
+    return words
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or word.startswith("~")
 
 
 def accept_run_folder(args: argparse.Namespace) -> None:

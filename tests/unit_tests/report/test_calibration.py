@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -102,6 +103,17 @@ def test_the_command_stores_a_device_that_plans(
     assert load_device("device.yaml") == calibrate([Path(run) for run in runs], load_device("h100"), NODE).fit.device
     assert cli.main(["plan", "--gpu", "device.yaml", "--model", "llama32_1b", "--gpus", "4", "--top", "1"]) == 0
     assert "4 h100-calibrated" in capsys.readouterr().out
+
+
+def test_overrides_may_follow_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [run_folder(tmp_path, name, SLOW).name for name in ("short", "long", "tensor")]
+    Path("short").rename("lr=3")
+    command = ["plan", "--gpu", "h100", "--model", "llama32_1b", "--gpus", "4", "--top", "1", "--calibrate", "lr=3"]
+    assert cli.main([*command, *runs[1:], "model.tensor_model_parallel_size=2"]) == 0
+    assert re.search(r"^1: .*\btp 2\b", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_packed_runs_are_scheduled_again(older_run: Path) -> None:
