@@ -11,6 +11,7 @@ from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, add_world_size, compose, parse
 from megatron_cp.config.recipes import to_yaml
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.sections.training import TrainConfig
 from megatron_cp.data.summary import planned_line
 from megatron_cp.parallel.layout import group_lines, layout_of
@@ -56,15 +57,16 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
 
     With ``with_settings``, print all settings first.
     """
-    config = compose(parser, args)
+    given = config = compose(parser, args)
     if with_settings:
         say(to_yaml(config))
     world_size, environment = ranks_to_check(config, args.world_size), Environment.of(args.environment)
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     data = planned_line(config.dataset, config.train)
-    on_gpus = environment.device == "gpu"  # CPU ranks share the memory of their machine
-    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment)) if on_gpus else None
+    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment))
+    if environment.device == "cpu":  # CPU ranks share the memory of their machine
+        memory = None if args.environment else _memory_on_gpus(given, world_size, args.gpus_per_node)
     say(f"# {config.recipe} on {world_size} ranks\n{data}", *filter(None, [choice, memory]), sep="\n")
     with contextlib.suppress(ValueError):  # the violations below explain an impossible layout
         layout = layout_of(config.model, config.dist, world_size)
@@ -81,6 +83,14 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     if not errors:
         say(f"{'no errors' if violations else 'no setting breaks a rule'}; {_about_memory(environment, config.train)}")
     return EXIT_CONFIG if errors else EXIT_OK
+
+
+def _memory_on_gpus(config: RunConfig, world_size: int, gpus_per_node: int | None) -> str | None:
+    """Return the memory line of ``--environment gpu``, on a machine without GPUs."""
+    gpus = Environment.of("gpu")
+    config, _ = resolve_auto(config, world_size, gpus_per_node, gpus)
+    line = memory_line(Case(config, world_size, gpus_per_node, gpus))
+    return line and f"with --environment gpu: {line}"
 
 
 def _about_memory(environment: Environment, train: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_cp import cli
+from megatron_cp.rules import Environment
 
 RECIPE = "llama31_405b_pretrain_config"
 
@@ -36,3 +37,11 @@ def test_what_does_not_fit_is_refused_unless_it_is_not_checked(validate):
 def test_ranks_on_cpus_get_no_memory_line(validate):
     code, out, _ = validate("--environment", "cpu")
     assert code == 0 and "estimated peak" not in out and out.endswith("; memory is not checked\n")
+
+
+def test_a_machine_without_gpus_gets_the_line_of_gpus(validate, monkeypatch):
+    monkeypatch.setattr(Environment, "detect", lambda: Environment.of("cpu"))
+    code, out, _ = validate()
+    (line,) = [line for line in out.splitlines() if "estimated peak" in line]
+    assert code == 0 and out.endswith("; memory is not checked\n")
+    assert line.removeprefix("with --environment gpu: ") in validate("--environment", "gpu")[1].splitlines()
