@@ -16,8 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -123,10 +124,18 @@ def _read(path: Path) -> object:
         return None
 
 
-def next_run_folder(parent: Path) -> Path:
-    """Return ``parent/run-001`` or the next free number, so no run resumes another."""
+def new_run_folder(parent: Path) -> Path:
+    """Make ``parent/run-001`` or the next free number, so no run resumes another.
+
+    Of two quick starts at once each gets a folder of its own.
+    """
     taken = [int(p.name[4:]) for p in parent.glob("run-*") if p.name[4:].isdigit()]
-    return parent / f"run-{max(taken, default=0) + 1:03}"
+    for number in count(max(taken, default=0) + 1):
+        folder = parent / f"run-{number:03}"
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+    return folder
 
 
 def overrides_for(prefix: Path, save: Path, gpus: int) -> list[str]:
@@ -240,7 +249,8 @@ def main(
     home = home.absolute()
     data, gpus = home / "data", Environment.detect().gpus_per_node or 0
     ranks = _ranks(gpus)
-    overrides = [*overrides_for(data / "corpus", next_run_folder(home), gpus), *user]
+    default_save = home / "run-NNN"
+    overrides = [*overrides_for(data / "corpus", default_save, gpus), *user]
     where = f"{ranks} GPUs" if gpus else f"{ranks} CPU processes"
     try:
         config = load_recipe(RECIPE, overrides)  # reports mistakes in the overrides before any work
@@ -254,6 +264,9 @@ def main(
         )
         parts = NumberedSteps(console, total=3)
         prepare_data(data, parts, sources)
+        if config.checkpoint.save == str(default_save):
+            config.checkpoint.save = str(new_run_folder(home))
+            overrides.append(f"{NAME.checkpoint.save}={config.checkpoint.save}")
         with parts.part("training", f"{config.train.iterations} iterations; Ctrl-C saves and stops"):
             console.print("    starting the processes", style="dim")
             code = _train(overrides, ranks)

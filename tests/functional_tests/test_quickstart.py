@@ -79,10 +79,12 @@ def test_suggested_commands_run(tmp_path: Path) -> None:
     assert ring.model.cp_comm_type == "p2p" and check(ring, 4) == []
 
 
-def test_runs_are_numbered(tmp_path: Path) -> None:
-    assert quickstart.next_run_folder(tmp_path).name == "run-001"
-    (tmp_path / "run-009").mkdir()
-    assert quickstart.next_run_folder(tmp_path).name == "run-010"
+def test_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quickstart.new_run_folder(tmp_path / "home").name == "run-001"
+    (tmp_path / "home" / "run-009").mkdir()
+    assert quickstart.new_run_folder(tmp_path / "home").name == "run-010"
+    monkeypatch.setattr(Path, "glob", lambda *_: [])  # as for a quick start that looks before another one makes its own
+    assert quickstart.new_run_folder(tmp_path / "home").name == "run-002"
 
 
 def test_a_mistake_ends_it_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
