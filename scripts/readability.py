@@ -41,13 +41,13 @@ def words(sentence: str) -> int:
 
 
 def figures(text: str) -> tuple[int, float, int]:
-    """Return the number of sentences, their mean length and the longest one's, in words."""
+    """Return the number of sentences, and their mean and largest length in words."""
     lengths = [words(each) for each in sentences(text)]
     return len(lengths), statistics.mean(lengths or [0]), max(lengths, default=0)
 
 
 def _without_boxes(text: str) -> str:
-    """Remove front matter, and treat the content of MkDocs' admonitions and tabs as paragraphs."""
+    """Remove front matter, and make paragraphs of admonitions and tabs."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     lines, inside = [], False
     for line in text.split("\n"):

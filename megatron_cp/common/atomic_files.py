@@ -41,7 +41,7 @@ def atomic_write(*paths: Path, only_writer: bool = False) -> Iterator[list[Path]
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes that rename files in it; some file systems cannot."""
+    """Lock a folder against other processes' renames, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

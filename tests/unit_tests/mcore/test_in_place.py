@@ -41,7 +41,10 @@ class WholeCopies(TorchDispatchMode):
 
 
 def train(overrides: dict[str, Any], upstream: bool) -> tuple[list[torch.Tensor], list[str]]:
-    """Train three steps, with upstream's own functions or ours; return all parameters, and copies of the third step."""
+    """Return all parameters after three steps, and the copies of the third step.
+
+    With upstream's own functions or ours.
+    """
     kept = [getattr(owner, name) for owner, name in PLACES]
     for (owner, name), function in zip(PLACES, kept, strict=True):
         setattr(owner, name, function.__wrapped__ if upstream else function)
@@ -61,7 +64,7 @@ def train(overrides: dict[str, Any], upstream: bool) -> tuple[list[torch.Tensor]
 
 
 def both(overrides: dict[str, Any]) -> tuple[bool, list[str], list[str]]:
-    """Return whether both end with the same bits, and the copies of upstream's and of ours."""
+    """Return whether both end with the same bits, and upstream's copies and ours."""
     (theirs, before), (ours, after) = train(overrides, upstream=True), train(overrides, upstream=False)
     return all(map(torch.equal, theirs, ours)), before, after
 
