@@ -30,12 +30,12 @@ from tests.training_runs import tiny_config  # noqa: E402
 
 RANKS = 4
 STEPS = 5
-SHAPE = dict(
-    model__num_layers=8,
-    model__hidden_size=256,
-    model__ffn_hidden_size=768,
+SHAPES = {
+    "narrow": dict(model__num_layers=8, model__hidden_size=256, model__ffn_hidden_size=768, dataset__seq_length=512),
+    "wide": dict(model__num_layers=4, model__hidden_size=384, model__ffn_hidden_size=1024, dataset__seq_length=1024),
+}
+COMMON = dict(
     model__num_query_groups=8,
-    dataset__seq_length=512,
     train__global_batch_size=8,
     train__train_iters=STEPS,
     model__init_method_std=0.02,
@@ -91,7 +91,7 @@ OTHERS = {
     "dp4-core_attn": layout(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "dp4-mbs2": layout() | {"train__micro_batch_size": 2},
     "cp4-batch16": layout(cp=4) | {"train__global_batch_size": 16},
-    "cp4-1024": layout(cp=4) | {"dataset__seq_length": 1024},
+    "cp4-2048": layout(cp=4) | {"dataset__seq_length": 2048},
     "packs-dynamic": packs(dynamic_context_parallel=True),
     "packs-cp2": packs(cp=2, sequence_packing_scheduler="dp_balanced"),
     "packs-dynamic-tp2": packs(dynamic_context_parallel=True, tp=2),
@@ -115,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, help="folder of the runs; trained if it does not exist")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each layout, in turns")
+    parser.add_argument("--shape", choices=SHAPES, default="narrow", help="the model")
     args = parser.parse_args()
     root = args.runs or Path(tempfile.mkdtemp(prefix="calibration"))
     root.mkdir(parents=True, exist_ok=True)
@@ -128,7 +129,7 @@ def main() -> int:
             run = {"checkpoint__save": str(folder), "checkpoint__save_interval": None}
             if "dataset__kind" in settings:
                 run["dataset__mock_lengths"] = str(lengths)
-            run_ranks(train, RANKS, SHAPE | settings | run, timeout=300)
+            run_ranks(train, RANKS, COMMON | SHAPES[args.shape] | settings | run, timeout=300)
             print(name, turn, flush=True)
 
     def runs_of(name: str) -> list[Path]:

@@ -35,18 +35,20 @@ class Links:
         bandwidth = min(device.intra_bandwidth, device.inter_bandwidth * here)
         return total * (size - 1) / size / bandwidth + device.inter_latency * math.log2(size)
 
-    def exchange(self, size: int, stride: int, held: float) -> float:
+    def exchange(self, size: int, stride: int, held: float, messages: int = 1) -> float:
         """Estimate seconds of an all-to-all.
 
         held: bytes sent by each rank, in equal parts to all ranks.
+        messages: tensors that are exchanged one by one; each has the latency.
         """
         if size == 1:
             return 0.0
         device, here = self.device, self.on_a_node(size, stride)
         inside = held * (here - 1) / size / device.intra_bandwidth
         if here == size:
-            return inside + device.intra_latency
-        return max(inside, held * (size - here) / size / device.inter_bandwidth) + device.inter_latency
+            return inside + device.intra_latency * messages
+        outside = held * (size - here) / size / device.inter_bandwidth
+        return max(inside, outside) + device.inter_latency * messages
 
     def hop(self, size: int, stride: int, held: float) -> float:
         """Estimate seconds of one ring step, limited by the slowest link.
