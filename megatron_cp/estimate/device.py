@@ -40,6 +40,7 @@ class Device:
     host_serial: fraction of host time during which the GPU is idle, for example in synchronizing layers; 1 on a CPU.
     step_seconds: constant overhead per step (data loading, gradient norm, logging).
     intra_bandwidth, inter_bandwidth: bytes/s per GPU within a node and between nodes.
+    host_bandwidth: bytes/s of copies to host memory and of copies back, each; the data sheet's. 0: nothing is copied.
     intra_latency, inter_latency: seconds per message or two-rank collective; n ranks take log2(n) times as long.
     overlap: fraction of each group's communication that computation can hide.
     call_seconds: host time of an attention call and layer, if each sample of a pack needs calls of its own (on CPUs).
@@ -54,6 +55,7 @@ class Device:
     memory_bandwidth: float
     intra_bandwidth: float
     inter_bandwidth: float
+    host_bandwidth: float = 6.4e10
     cores: int = 0
     attention_half: float = 500.0
     score_bytes: float = 0.0

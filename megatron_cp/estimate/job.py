@@ -58,10 +58,12 @@ class MemoryEstimate:
     kinds: ``weights``, ``gradients``, ``optimizer``, ``activations: KIND`` for each kind of activation, ``logits``,
     ``buffers`` (communication and kernels) and ``allocator`` (fragmentation and CUDA context).
     stage: pipeline stage of the GPU.
+    host: bytes of pinned host memory of the rank, beside the GPU's (``model.offload_layer_inputs``).
     """
 
     kinds: Mapping[str, float]
     stage: int
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -73,8 +75,8 @@ class TimeEstimate:
     """Seconds of a training step, by kind; the sum is the step time.
 
     kinds: ``matrix products``, ``attention``, ``elementwise`` (norms, activations, router, embedding),
-    ``recomputation``, ``exposed GROUP`` for the exposed communication of each group (tp, cp, ep, dp, pp), ``bubble``,
-    ``optimizer``, ``host``.
+    ``recomputation``, ``exposed GROUP`` for the exposed communication of each group (tp, cp, ep, dp, pp),
+    ``exposed offload`` (copies of layer inputs), ``bubble``, ``optimizer``, ``host``.
     model_flops: model FLOPs of a step over all GPUs (see estimate/flops.py).
     """
 

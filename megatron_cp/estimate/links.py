@@ -50,6 +50,11 @@ class Links:
         outside = held * (size - here) / size / device.inter_bandwidth
         return max(inside, outside) + device.inter_latency * messages
 
+    def exposed_copy(self, held: float, seconds: float) -> float:
+        """Estimate the seconds by which a copy to or from host memory exceeds the work beside it."""
+        bandwidth = self.device.host_bandwidth
+        return max(0.0, held / bandwidth - seconds) if bandwidth else 0.0
+
     def hop(self, size: int, stride: int, held: float) -> float:
         """Estimate seconds of one ring step, limited by the slowest link.
 

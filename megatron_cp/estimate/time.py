@@ -32,10 +32,12 @@ class Stage:
 
     passes: work of one microbatch through all layers of the stage, and parameters.
     counts: number of layer parts by type letter.
+    copies: exposed seconds of a microbatch's copies to and from host memory.
     """
 
     passes: Passes
     counts: Mapping[str, int]
+    copies: float = 0.0
 
     @property
     def backward(self) -> Work:
@@ -43,7 +45,7 @@ class Stage:
 
     def seconds(self, device: Device) -> float:
         """Return seconds of both passes of a microbatch, limited by GPU or host."""
-        return sum(_paced(each, device) for each in (self.passes.forward, self.backward))
+        return self.copies + sum(_paced(each, device) for each in (self.passes.forward, self.backward))
 
 
 def _paced(work: Work, device: Device) -> float:
@@ -58,8 +60,7 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
     """
     layout, count = job.layout, job.microbatches
     links = Links(device, gpus_per_node or device.gpus_per_node)
-    rank = _rank(job, device, links)
-    stages = _stages(job, rank)
+    stages = _stages(job, _rank(job, device, links))
     times = [stage.seconds(device) for stage in stages]
     slowest = stages[times.index(max(times))]
     virtual = job.model.virtual_pipeline_model_parallel_size or 1
@@ -77,6 +78,7 @@ def time_estimate(job: Job, device: Device, gpus_per_node: int | None = None) ->
         "exposed ep": count * (both.ep + again.ep),
         "exposed dp": exposed_dp,
         "exposed pp": sent,
+        "exposed offload": count * slowest.copies,
         "bubble": (sum(times) - max(times)) / virtual,
         "optimizer": optimizer,
     }
@@ -166,13 +168,13 @@ def _stages(job: Job, rank: Rank) -> list[Stage]:
         last = number == len(counts) - 1
         key = (tuple(letters.items()), number == 0, last)
         if key not in made:
-            made[key] = _stage(job, parts, letters, loss if last else None, first=number == 0)
+            made[key] = _stage(job, rank, parts, letters, loss if last else None, first=number == 0)
         found.append(made[key])
     return found
 
 
 def _stage(
-    job: Job, parts: Mapping[str, Passes], letters: Mapping[str, int], loss: Passes | None, first: bool
+    job: Job, rank: Rank, parts: Mapping[str, Passes], letters: Mapping[str, int], loss: Passes | None, first: bool
 ) -> Stage:
     model = job.model
     forward = backward = again = NOTHING
@@ -194,7 +196,31 @@ def _stage(
         expert_weights += count * passes.expert_weights
     if first and not (loss is not None and model.share_embeddings_and_output_weights):
         weights += padded_vocab_size(model, job.vocab_size) * model.hidden_size / job.layout.tp
-    return Stage(Passes(forward, backward, again, weights, expert_weights), letters)
+    copies = _exposed_copies(job, rank, parts, letters, is_last=loss is not None)
+    return Stage(Passes(forward, backward, again, weights, expert_weights), letters, copies)
+
+
+def _exposed_copies(
+    job: Job, rank: Rank, parts: Mapping[str, Passes], letters: Mapping[str, int], is_last: bool
+) -> float:
+    """Estimate exposed seconds of the copies of layer inputs, for one microbatch.
+
+    An input leaves while the next recomputed group of layers computes, and returns one group before its backward pass.
+    The first return has nothing to hide behind but on the last stage, where this input stays on the device.
+    """
+    model, layers = job.model, sum(letters.values()) / max(1, len(job.model.layer_types[0]))
+    if not (model.offload_layer_inputs and layers):
+        return 0.0
+    size = (model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1
+    groups = layers * _recomputed_share(model, layers) / size
+    forward = backward = NOTHING
+    for letter, count in letters.items():
+        forward = forward.plus(parts[letter].forward, count * size / layers)
+        backward = backward.plus(parts[letter].backward.plus(parts[letter].again), count * size / layers)
+    saved = rank.split * (job.layout.tp if model.distribute_saved_activations else 1)
+    held, links = rank.tokens * model.hidden_size * rank.item / saved, rank.links
+    exposed = sum(links.exposed_copy(held, _paced(each, rank.device)) for each in (forward, backward))
+    return groups * exposed + (0.0 if is_last else links.exposed_copy(held, 0.0))
 
 
 def _recomputed_share(model: ModelConfig, layers: float) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.core import recompute, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
@@ -12,6 +16,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 initialize_affine_weight_cpu = layers._initialize_affine_weight_cpu
+
+
+@contextmanager
+def recomputing_layers_with(checkpoint: Callable[..., Any]) -> Iterator[None]:
+    """Replace ``tensor_parallel.checkpoint`` for the layers that a block recomputes."""
+    recompute.tensor_parallel = SimpleNamespace(checkpoint=checkpoint, random=tensor_parallel.random)
+    try:
+        yield
+    finally:
+        recompute.tensor_parallel = tensor_parallel
 
 
 def keep_expert_bias_in_float32(router: TopKRouter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.layers.norms import TorchNorm
+from megatron_cp.parallel.host_memory import HostMemory
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Build:
     groups: ProcessGroupCollection
     seed: int
     core_attention: type
+    host_memory: HostMemory = field(default_factory=HostMemory)
 
     @property
     def with_te(self) -> bool:

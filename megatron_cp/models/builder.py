@@ -12,6 +12,7 @@ from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec
+from megatron_cp.models.layers.layer_inputs import OffloadedInputs
 from megatron_cp.models.layers.mtp import mtp_block_spec
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
@@ -111,6 +112,12 @@ def set_loss_chunk_size(chunk: Chunk, build: Build) -> None:
     chunk.cross_entropy_chunk_size = build.model.cross_entropy_chunk_size
 
 
+def offload_layer_inputs(chunk: Chunk, build: Build) -> None:
+    """Keep the inputs of recomputed layers in host memory."""
+    if build.model.offload_layer_inputs:
+        OffloadedInputs(chunk.decoder, build.host_memory, received=not chunk.pre_process, ends_model=chunk.post_process)
+
+
 def seed_vocabulary(chunk: Chunk, build: Build) -> None:
     """Draw embedding and output layer from their own seeds: equal under every layout."""
     core_config = build.core_config
@@ -152,6 +159,7 @@ CHUNK_TRANSFORMS = (  # in order: each changes a chunk in place
     add_local_rotary,
     scale_embeddings,
     set_loss_chunk_size,
+    offload_layer_inputs,
     seed_vocabulary,
     fuse_gradient_sums,
     move_to_device,

@@ -147,6 +147,8 @@ def _memory_words(settings: Settings) -> list[str]:
         found.append("loss in chunks")
     if settings[names.mlp_chunks_for_training] > 1:
         found.append("MLP in chunks")
+    if settings[names.offload_layer_inputs]:
+        found.append("layer inputs on the host")
     ends = (names.num_layers_in_first_pipeline_stage, names.num_layers_in_last_pipeline_stage)
     counted = (names.account_for_embedding_in_pipeline_split, names.account_for_loss_in_pipeline_split)
     if any(settings[name] for name in (*ends, *counted)):

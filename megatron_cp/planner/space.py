@@ -202,7 +202,8 @@ class Space:
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
         chunk, pieces = NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunks_for_training
-        plain = {**_recompute(), chunk: None, pieces: 1}
+        offload = NAME.model.offload_layer_inputs
+        plain = {**_recompute(), chunk: None, pieces: 1, offload: False}
         chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
         cheap = [plain, chunked]
         if model.num_moe_experts is None and "-" in model.layer_letters and tokens > _CHUNK:
@@ -215,11 +216,15 @@ class Space:
             recomputed.append(_recompute("full", "block", layers // 2))
         recomputed.append(_recompute("full", "uniform", 1))
         steps = [*cheap, *(chunked | each for each in recomputed)]
+        if self.case.environment.device == "gpu":
+            steps.append(steps[-1] | {offload: True})
         unique = [step for number, step in enumerate(steps) if step not in steps[:number]]
         if any(name in self.fixed for name in _RECOMPUTE):  # these settings define recomputation only together
             given = {name: self.case.config.value_at(name) for name in _RECOMPUTE}
             unique = [step | given for step in cheap]
-        kept = {name: self.case.config.value_at(name) for name in (chunk, pieces) if name in self.fixed}
+            if given[NAME.model.recompute_granularity] == "full":
+                unique.append(unique[-1] | {offload: True})
+        kept = {name: self.case.config.value_at(name) for name in (chunk, pieces, offload) if name in self.fixed}
         unique = [step | kept for step in unique]
         return [step for number, step in enumerate(unique) if step not in unique[:number]]
 

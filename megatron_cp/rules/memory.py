@@ -34,7 +34,8 @@ def format_peak(peak: MemoryEstimate, memory: float | None, device: str = "gpu")
     largest = max(kinds, key=kinds.__getitem__)
     of = f" of {gib(memory * 2**30)}" if memory else ""
     where = "GPU" if device == "gpu" else "rank"
-    return f"estimated peak {gib(peak.total)}{of} GiB a {where} (largest: {largest} {gib(kinds[largest])})"
+    host = f", and {gib(peak.host)} GiB of host memory" if peak.host else ""
+    return f"estimated peak {gib(peak.total)}{of} GiB a {where} (largest: {largest} {gib(kinds[largest])}){host}"
 
 
 def by_group(peak: MemoryEstimate) -> dict[str, float]:

@@ -29,6 +29,7 @@ from megatron_cp.models.layers.router_losses import RouterLosses
 from megatron_cp.models.transformer_config import transformer_config
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.parallel.device import device, seed_everything
+from megatron_cp.parallel.host_memory import HostMemory
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_process_groups, destroy_process_groups
 from megatron_cp.training.monitor.phases import Phases
@@ -67,6 +68,7 @@ class Run:
     dynamic_groups: DynamicGroups | None = None  # of packed microbatches
     work_clock: WorkClock | None = None  # set during calibration
     router_losses: RouterLosses | None = None  # of a mixture of experts
+    host_memory: HostMemory | None = None  # with model.offload_layer_inputs
 
     @property
     def is_last_stage(self) -> bool:
@@ -135,6 +137,7 @@ def setup(config: RunConfig, vocab_size: int, groups: ProcessGroupCollection | N
     run = Run(config, layout, core_config, groups, model, rows, optimizer, scheduler, device())
     run.dynamic_groups = build_dynamic_groups(model_config, distributed, groups, layout, blocks)
     run.router_losses = RouterLosses(core_config, run.device) if core_config.num_moe_experts else None
+    run.host_memory = build.host_memory if model_config.offload_layer_inputs else None
     return run
 
 

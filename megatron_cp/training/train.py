@@ -283,6 +283,10 @@ def _log_model(ready: Run, vocab_size: int) -> None:
         str(ready.core_config.params_dtype).removeprefix("torch."),
         "decentralized" if ready.config.dist.use_decentralized_pg else "MPU",
     )
+    if model.offload_layer_inputs:
+        on_gpu = ready.device.type == "cuda"
+        how = "go to pinned host memory" if on_gpu else "stay: a CPU has no other memory, only the bytes are counted"
+        logger.info(f"{NAME.model.offload_layer_inputs}=true: inputs of recomputed layers {how}")
 
 
 def count_parameters(ready: Run) -> int:

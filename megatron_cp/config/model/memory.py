@@ -21,7 +21,16 @@ class Memory:
     distribute_saved_activations: bool = setting(
         False, "divide the activations that full recomputation saves over tp ranks", LAYOUT
     )
-    cpu_offloading: bool = setting(False, "offload activations to host memory; refused by rule K28 (no offloading)")
+    offload_layer_inputs: bool = setting(
+        False,
+        "with full: keep the input of each recomputed layer in pinned host memory until its backward pass; on a CPU "
+        "only count its bytes",
+        LAYOUT,
+    )
+    cpu_offloading: bool = setting(
+        False,
+        "offload activations to host memory; refused by rule K28 (no offloading): use offload_layer_inputs",
+    )
     apply_rope_fusion: bool | None = setting(
         None,
         "fused rotary embedding; null: with Transformer Engine's layers, if the kernel fits the model",

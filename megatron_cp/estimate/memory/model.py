@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
 from megatron_cp.estimate.memory.local_blocks import residual
@@ -53,7 +54,10 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     model, tokens = job.model, job.tokens_per_rank
     last = stage == model.pipeline_model_parallel_size - 1
     ending: list[PartCost] = []
-    costs = [_costs_of_chunk(settings, chunk) for chunk in chunks]
+    costs = [
+        _costs_of_chunk(settings, chunk, stage > 0 or number > 0, last and number == len(chunks) - 1)
+        for number, chunk in enumerate(chunks)
+    ]
     if stage == 0:
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
@@ -74,6 +78,8 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     chunk, under_way = max(
         states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
     )
+    inputs = [sum(buffer_bytes(int(part.host * tokens)) for part in parts if part.host) for parts in costs]
+    host = max(sum(n * size for n, size in zip(counts, inputs, strict=True)) for _, counts in states)
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
@@ -101,7 +107,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     kinds.update(held)
     if where.context or where.waste:
         kinds["allocator"] = where.context + where.waste * activations
-    return MemoryEstimate(dict(kinds), stage)
+    return MemoryEstimate(dict(kinds), stage, host)
 
 
 def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
@@ -145,15 +151,23 @@ def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
     return found
 
 
-def _costs_of_chunk(settings: LayerSettings, chunk: Chunk) -> list[PartCost]:
+def _costs_of_chunk(settings: LayerSettings, chunk: Chunk, received: bool, ends_model: bool) -> list[PartCost]:
+    """Return the costs of a chunk's layers.
+
+    The inputs that models/layers/layer_inputs.py does not offload stay: one that another stage has sent (``received``),
+    and the last layer's of the model (``ends_model``).
+    """
     model = settings.model
     if model.recompute_granularity != "full":
         return [layer_cost(settings, part) for parts in chunk for part in parts]
     size = model.recompute_num_layers or 1
     if model.recompute_method == "uniform":
-        return [whole_layers_again(settings, chunk[start : start + size]) for start in range(0, len(chunk), size)]
-    again = [whole_layers_again(settings, (parts,)) for parts in chunk[:size]]
-    return again + [layer_cost(settings, part) for parts in chunk[size:] for part in parts]
+        groups, rest = [chunk[start : start + size] for start in range(0, len(chunk), size)], chunk[:0]
+    else:
+        groups, rest = [(parts,) for parts in chunk[:size]], chunk[size:]
+    staying = {0 if received else None, len(groups) - 1 if ends_model and not rest else None}
+    again = [whole_layers_again(settings, group, number in staying) for number, group in enumerate(groups)]
+    return again + [layer_cost(settings, part) for parts in rest for part in parts]
 
 
 def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:

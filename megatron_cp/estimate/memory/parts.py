@@ -41,10 +41,12 @@ class LayerSettings:
     def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
         self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
         self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
+        self.offloads = where.offloads and model.offload_layer_inputs
         self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        self._key = (self.te_layers, self.fused_norm, self.scores, self.one_tile, gemm, micro_batch_size, load, *values)
+        of_platform = (self.te_layers, self.fused_norm, self.scores, self.one_tile, self.offloads)
+        self._key = (*of_platform, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
@@ -125,20 +127,23 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
 
 
 @lru_cache(maxsize=4096)
-def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...]) -> PartCost:
+def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: bool) -> PartCost:
     """Join layers under full recomputation; only the first layer's input is kept.
 
-    While its backward pass runs, what came out of it exists again.
+    While its backward pass runs, what came out of it exists again. With offloading, the host keeps the input unless it
+    ``stays``, and beside the running layer's input another one is on its way.
     """
     stream = residual(settings.model, settings.item)
     cost = in_sequence([layer_cost(settings, each) for each in parts])
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
+    here = kept * (1 + settings.offloads)
     moments = [
-        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
+        Moment({RESIDUAL: here}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
     ]
-    return PartCost({RESIDUAL: kept}, moments)
+    away = kept if settings.offloads and not stays else 0.0
+    return PartCost({RESIDUAL: kept - away}, moments, away)
 
 
 @lru_cache(maxsize=4096)

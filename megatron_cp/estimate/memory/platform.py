@@ -14,6 +14,7 @@ class Platform:
     context: bytes of the CUDA context, libraries and NCCL outside PyTorch's allocator.
     waste: allocator fragmentation, as a fraction of activations, activation gradients and buffers.
     fused_gated_norm: Mamba layers use mamba-ssm's gated norm, which keeps its 16-bit input. False: this project's.
+    offloads: host memory is another one than the device's.
     flash_attention: attention does not store scores. False for figures published before flash attention.
     """
 
@@ -22,7 +23,8 @@ class Platform:
     waste: float = 0.0
     fused_gated_norm: bool = False
     flash_attention: bool = True
+    offloads: bool = True
 
 
-CPU = Platform(te_layers=False)
+CPU = Platform(te_layers=False, offloads=False)
 GPU = Platform(te_layers=True, context=1.0 * 2**30, waste=0.04)

@@ -51,10 +51,12 @@ class Step:
 class PartCost:
     """The memory of a part.
 
-    kept: bytes a token by kind, from forward to backward. moments: candidates for the peak."""
+    kept: bytes a token by kind, from forward to backward. moments: candidates for the peak. host: bytes a token in host
+    memory, from forward to backward."""
 
     kept: Mapping[str, float]
     moments: Sequence[Moment]
+    host: float = 0.0
     size: float = field(init=False)  # of all that is kept
 
     def __post_init__(self) -> None:

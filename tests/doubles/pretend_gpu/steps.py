@@ -34,6 +34,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
+from tests.unit_tests.models.layers.test_layer_inputs import FULL, OFFLOAD
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.layouts.test_model_variants import MLA, MOE, OVERLAPPED
 
@@ -54,6 +55,7 @@ DENSE: dict[str, Case] = {
     "tp2 sp cp2": (4, TWO | TP2 | SP | CP2 | {"train__micro_batch_size": 2}, {}),
     "pp2 vpp2 cp2": (4, PP2 | VPP2 | CP2, {}),
     "pp2": (2, PP2, {}),
+    "pp2, layer inputs on the host": (2, PP2 | FULL | OFFLOAD, {}),
     "experts": (2, CP2 | MOE, {"synchronize an event": 16}),
     "experts, spread": (2, SPREAD, {"synchronize an event": 8}),
     "overlapped": (2, OVERLAPPED, {}),

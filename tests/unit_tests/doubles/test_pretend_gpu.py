@@ -18,10 +18,11 @@ from tests.unit_tests.doubles.test_te_on_cpu import TRAINING, in_a_process_of_it
 STAGED = "tests/unit_tests/parallel/test_staged.py"
 KERNELS = "tests/unit_tests/attention/kernels/test_kernels.py"
 STEPS = "tests/doubles/pretend_gpu/steps.py"
+OFFLOAD = "tests/doubles/pretend_gpu/offload.py"
 ORDER = "tests/doubles/pretend_gpu/order.py"
 GPU = ("-m", "gpu")
 SOME = ("-m", "not slow")
-PARTS = {"where the host waits": (STEPS, *SOME)}
+PARTS = {"where the host waits, and offloaded inputs": (STEPS, OFFLOAD, *SOME)}
 MORE_PARTS = {
     "where the host waits": (STEPS, "-m", "slow"),
     # The pretended kernels follow their signatures as we read them: a GPU decides (scripts/gpu_checks.sh).

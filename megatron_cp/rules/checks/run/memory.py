@@ -44,7 +44,8 @@ def _savings(c: Context, memory: float) -> Iterator[str]:
     """Propose fixes: settings that save memory, or more ranks."""
     chunks = typed(NAME.model.cross_entropy_chunk_size, 4096)
     again = "" if c.model.recompute_granularity == "full" else WHOLE_LAYERS
-    proposals = [chunks, again, f"{chunks} {again}" if again else ""]
+    inputs = "" if c.model.offload_layer_inputs else typed(NAME.model.offload_layer_inputs, True)
+    proposals = [chunks, again, f"{chunks} {again}" if again else "", f"{chunks} {again} {inputs}" if inputs else ""]
     ranks = [c.world_size * times for times in _MORE_RANKS if c.world_size * times <= MOST_RANKS]
     for text in filter(None, [*proposals, *(f"start {number} ranks" for number in ranks)]):
         peak = estimated(c.after(parse_fix(text)[0]))

@@ -32,12 +32,14 @@ _NOT_READ = {
     "an output, and the backward pass repeats until memory runs out. Recomputing mla_up_proj or layernorm compiles "
     "C++ in the first backward pass (torch's share_storage_ext). A GPU machine then needs ninja and a compiler. A "
     "lock file of an earlier attempt makes torch wait without a message. Saved activations are distributed over the "
-    "MPU's groups, for whole layers only and not in hybrid models.",
+    "MPU's groups, for whole layers only and not in hybrid models. Only recomputed layers have inputs to "
+    "offload.",
     broken(model=dict(recompute_granularity="full")),
 )
 def recomputation(c: Context) -> Iterator[Finding]:
     yield from _layers(c)
     yield from _distributed(c)
+    yield from _offloaded(c)
     kind, granularity = c.model.recompute_granularity, NAME.model.recompute_granularity
     message, others = f"has no effect with {granularity}={kind}", []
     if kind is None:
@@ -90,6 +92,12 @@ def _distributed(c: Context) -> Iterator[Finding]:
     else:
         return
     yield Finding(NAME.model.distribute_saved_activations, message, fix)
+
+
+def _offloaded(c: Context) -> Iterator[Finding]:
+    field, granularity = NAME.model.offload_layer_inputs, NAME.model.recompute_granularity
+    if c.model.offload_layer_inputs and c.model.recompute_granularity != "full":
+        yield Finding(field, f"needs {granularity}=full: only recomputed layers save an input", WHOLE_LAYERS, "=false")
 
 
 def _modules(c: Context) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import default_at
 from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.checks.run.recomputation import WHOLE_LAYERS
 from megatron_cp.rules.proposals import EXPERTS_LIKE_THE_REST, default_of, either, typed
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -119,18 +120,23 @@ def _proportion(field: str, value: float) -> str:
 
 @rule(
     "K28",
-    "Offloading to host memory is not supported.",
-    "Without a GPU there is no other memory, and offloading of activations belongs to Transformer Engine. "
+    "Offloading to host memory is not supported, but for the inputs of recomputed layers.",
+    "Without a GPU there is no other memory. megatron-core's cpu_offloading belongs to Transformer Engine, and refuses "
+    "recomputation and pipeline stages: offload_layer_inputs replaces it. "
     "megatron-core's hybrid optimizer is unreliable in every variant tested. With distributed optimizer state it "
     "cannot be built in fp32 and cannot be resumed in bf16. With the precision-aware optimizer losses differ.",
     broken(optimizer=dict(optimizer_cpu_offload=True)),
 )
 def nothing_is_offloaded(c: Context) -> Iterator[Finding]:
-    for field in (NAME.model.cpu_offloading, NAME.optimizer.optimizer_cpu_offload):
+    inputs = f"{NAME.model.cpu_offloading}=false {NAME.model.offload_layer_inputs}=true"
+    if c.model.recompute_granularity != "full":
+        inputs += f" {WHOLE_LAYERS}"
+    for field, instead in ((NAME.model.cpu_offloading, inputs), (NAME.optimizer.optimizer_cpu_offload, "")):
         if c.config.value_at(field):
             yield Finding(
                 field,
                 "offloading to host memory is not supported",
+                instead,
                 f"=false ({NAME.model.recompute_granularity}=full, the distributed optimizer, "
                 f"{NAME.model.cross_entropy_chunk_size} and a larger {NAME.model.context_parallel_size} save memory)",
             )

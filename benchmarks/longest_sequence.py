@@ -1,0 +1,125 @@
+"""Find the longest sequence of a model that fits some number of GPUs, by the planner's estimates.
+
+    python benchmarks/longest_sequence.py                                # Llama 3.2 1B, 3.1 8B, 3.1 70B on 1, 8, 64 GPUs
+    python benchmarks/longest_sequence.py --models llama31_8b --gpus 8
+
+One sample a step, 90 % of a GPU's memory, layouts that pass the rules. Prints a table of estimates, and the settings of
+each row to paste behind ``megatron-cp validate --recipe NAME_pretrain_config --environment gpu``. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_cp.common.terminal import say
+from megatron_cp.config.names import NAME
+from megatron_cp.config.overrides import override, quoted
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.estimate.device import Device, load_device
+from megatron_cp.planner.figures import words
+from megatron_cp.planner.found import Estimated, Models, changes
+from megatron_cp.planner.limits import longest_sequence
+from megatron_cp.planner.request import environment_of, flat, model_recipe
+from megatron_cp.planner.search import Search
+from megatron_cp.planner.space import Settings, Space, with_settings
+from megatron_cp.rules.memory import NEARLY_FULL
+from megatron_cp.rules.remedies import Case
+
+_MODELS = ("llama32_1b", "llama31_8b", "llama31_70b")
+_LENGTH, _POSITIONS = NAME.dataset.seq_length, NAME.model.max_position_embeddings
+_LONGEST = 2**27
+# What the planner may not use, by column.
+_COLUMNS: dict[str, Settings] = {
+    "without offload": {NAME.model.offload_layer_inputs: False},
+    "with offload": {},
+}
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence of a model and column, with its fastest layout."""
+
+    tokens: int
+    best: Estimated
+    settings: Settings
+
+
+def _space(model: str, gpus: int, length: int, device: Device, fixed: Settings) -> Space:
+    """Return the layouts of one sample of ``length`` tokens a step."""
+    node = min(device.gpus_per_node, gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{model}.yaml"
+        path.write_text(yaml.safe_dump(model_recipe(model)))
+        given = {_LENGTH: length, _POSITIONS: length, NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
+        config = load_recipe(str(path), [override(*each) for each in (given | fixed).items()])
+    case = Case(config, gpus, node, environment_of(device, node))
+    return Space(with_settings(case, {NAME.train.check_memory: False}), fixed.keys(), node)
+
+
+def longest(model: str, gpus: int, device: Device, fixed: Settings) -> Longest | None:
+    """Return the longest sequence in steps of a quarter of a power of two; None if no length fits."""
+    usable, models = NEARLY_FULL * device.memory, Models.on(device, min(device.gpus_per_node, gpus))
+    power = longest_sequence(_space(model, gpus, 2 * _LONGEST, device, fixed), usable, models)
+    for length in (power * 7 // 4, power * 3 // 2, power * 5 // 4, power) if power else ():
+        space = _space(model, gpus, length, device, fixed)
+        found = Search(space, usable, models).run(1).fitting
+        if found:
+            base = flat(space.case.config.given())
+            return Longest(length, found[0], changes(base, found[0].settings) | {_LENGTH: length, _POSITIONS: length})
+    return None
+
+
+def _rows(arguments: argparse.Namespace, device: Device) -> Iterator[tuple[str, str]]:
+    """Yield the row of each model and number of GPUs, and its settings."""
+    for model in arguments.models:
+        for gpus in arguments.gpus:
+            cells, pasted = [model, str(gpus)], ""
+            for name, fixed in _COLUMNS.items():
+                found = longest(model, gpus, device, fixed)
+                if found is None:
+                    cells += ["none", "", "", ""]
+                    continue
+                memory = found.best.memory
+                cells += [
+                    f"{found.tokens / 2**20:.3g}M" if found.tokens >= 2**20 else f"{found.tokens / 2**10:.3g}K",
+                    f"{found.best.time.seconds:,.0f}",
+                    f"{memory.host / 2**30:.0f}",
+                    words(found.best.settings, gpus),
+                ]
+                one = {NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
+                typed = " ".join(quoted(override(*each)) for each in (found.settings | one).items())
+                pasted += f"# {model}, {gpus} GPUs, {name}\n--world-size {gpus} {typed}\n"
+            yield "| " + " | ".join(cells) + " |", pasted
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=_MODELS)
+    parser.add_argument("--gpus", nargs="+", type=int, default=(1, 8, 64))
+    parser.add_argument("--gpu", default="h100")
+    arguments = parser.parse_args(argv)
+    device = load_device(arguments.gpu)
+    header: list[Any] = ["model", "GPUs"]
+    for name in _COLUMNS:
+        header += [f"tokens {name}", "step s", "host GiB", "layout"]
+    say(f"Estimated; {device.name}, {device.memory / 2**30:.0f} GiB.\n")
+    say("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
+    settings = []
+    for row, pasted in _rows(arguments, device):
+        say(row)
+        settings.append(pasted)
+    say("\n" + "".join(settings))
+
+
+if __name__ == "__main__":
+    main()
