@@ -1,23 +1,20 @@
 """Find the longest sequence of a model that fits some number of GPUs, by the planner's estimates.
 
-    python benchmarks/longest_sequence.py                                # Llama 3.2 1B, 3.1 8B, 3.1 70B on 1, 8, 64 GPUs
+    python benchmarks/longest_sequence.py               # Llama 3.2 1B, 3.1 8B, 3.1 70B on 1, 8, 64 GPUs
     python benchmarks/longest_sequence.py --models llama31_8b --gpus 8
 
 One sample a step, 90 % of a GPU's memory, layouts that pass the rules. Prints a table of estimates, and the settings of
-each row to paste behind ``megatron-cp validate --recipe NAME_pretrain_config --environment gpu``. Runs nothing.
+each row to paste behind ``megatron-cp validate --environment gpu``. Runs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,7 +26,7 @@ from megatron_cp.estimate.device import Device, load_device
 from megatron_cp.planner.figures import words
 from megatron_cp.planner.found import Estimated, Models, changes
 from megatron_cp.planner.limits import longest_sequence
-from megatron_cp.planner.request import environment_of, flat, model_recipe
+from megatron_cp.planner.request import environment_of, flat
 from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules.memory import NEARLY_FULL
@@ -38,8 +35,9 @@ from megatron_cp.rules.remedies import Case
 _MODELS = ("llama32_1b", "llama31_8b", "llama31_70b")
 _LENGTH, _POSITIONS = NAME.dataset.seq_length, NAME.model.max_position_embeddings
 _LONGEST = 2**27
+_ONE_SAMPLE: Settings = {NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
 # What the planner may not use, by column.
-_COLUMNS: dict[str, Settings] = {
+COLUMNS: dict[str, Settings] = {
     "without offload": {NAME.model.offload_layer_inputs: False},
     "with offload": {},
 }
@@ -54,14 +52,15 @@ class Longest:
     settings: Settings
 
 
+def recipe_of(model: str) -> str:
+    return f"{model}_pretrain_config"
+
+
 def _space(model: str, gpus: int, length: int, device: Device, fixed: Settings) -> Space:
     """Return the layouts of one sample of ``length`` tokens a step."""
     node = min(device.gpus_per_node, gpus)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{model}.yaml"
-        path.write_text(yaml.safe_dump(model_recipe(model)))
-        given = {_LENGTH: length, _POSITIONS: length, NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
-        config = load_recipe(str(path), [override(*each) for each in (given | fixed).items()])
+    given = _ONE_SAMPLE | {_LENGTH: length, _POSITIONS: length} | fixed
+    config = load_recipe(recipe_of(model), [override(*each) for each in given.items()])
     case = Case(config, gpus, node, environment_of(device, node))
     return Space(with_settings(case, {NAME.train.check_memory: False}), fixed.keys(), node)
 
@@ -74,8 +73,8 @@ def longest(model: str, gpus: int, device: Device, fixed: Settings) -> Longest |
         space = _space(model, gpus, length, device, fixed)
         found = Search(space, usable, models).run(1).fitting
         if found:
-            base = flat(space.case.config.given())
-            return Longest(length, found[0], changes(base, found[0].settings) | {_LENGTH: length, _POSITIONS: length})
+            changed = changes(flat(load_recipe(recipe_of(model)).given()), found[0].settings)
+            return Longest(length, found[0], changed | _ONE_SAMPLE | {_LENGTH: length, _POSITIONS: length})
     return None
 
 
@@ -84,7 +83,7 @@ def _rows(arguments: argparse.Namespace, device: Device) -> Iterator[tuple[str, 
     for model in arguments.models:
         for gpus in arguments.gpus:
             cells, pasted = [model, str(gpus)], ""
-            for name, fixed in _COLUMNS.items():
+            for name, fixed in COLUMNS.items():
                 found = longest(model, gpus, device, fixed)
                 if found is None:
                     cells += ["none", "", "", ""]
@@ -96,9 +95,8 @@ def _rows(arguments: argparse.Namespace, device: Device) -> Iterator[tuple[str, 
                     f"{memory.host / 2**30:.0f}",
                     words(found.best.settings, gpus),
                 ]
-                one = {NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
-                typed = " ".join(quoted(override(*each)) for each in (found.settings | one).items())
-                pasted += f"# {model}, {gpus} GPUs, {name}\n--world-size {gpus} {typed}\n"
+                typed = " ".join(quoted(override(*each)) for each in found.settings.items())
+                pasted += f"# {name}\n--recipe {recipe_of(model)} --world-size {gpus} {typed}\n"
             yield "| " + " | ".join(cells) + " |", pasted
 
 
@@ -110,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     device = load_device(arguments.gpu)
     header: list[Any] = ["model", "GPUs"]
-    for name in _COLUMNS:
+    for name in COLUMNS:
         header += [f"tokens {name}", "step s", "host GiB", "layout"]
     say(f"Estimated; {device.name}, {device.memory / 2**30:.0f} GiB.\n")
     say("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")

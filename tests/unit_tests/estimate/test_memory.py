@@ -12,7 +12,7 @@ from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.sections.distributed import DistributedDataParallelConfig
 from megatron_cp.config.sections.optimization import OptimizerConfig
 from megatron_cp.estimate.job import Job
-from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.estimate.memory import GPU, memory_estimate
 from megatron_cp.estimate.memory.stages import backward_states, chunks_of_stages
 from megatron_cp.parallel.layout import RankLayout
 from tests.memory_runs import compare, errors
@@ -170,6 +170,26 @@ def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
     model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     assert max(sum(counts) for _, counts in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
     assert backward_states(_model(pipeline_model_parallel_size=4), 1, 64) == ((0, (3,)),)
+
+
+def test_the_host_holds_all_inputs_but_two() -> None:
+    recomputed: dict = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    kept, sent = (
+        memory_estimate(
+            Job(
+                _model(**recomputed, cross_entropy_chunk_size=1024, offload_layer_inputs=offload),
+                OptimizerConfig(),
+                DistributedDataParallelConfig(),
+                RankLayout(1),
+                *(1, 1, 32000),
+            )
+        )
+        for offload in (False, True)
+    )
+    of_input = 8192 * 4096 * 2
+    # The GPU keeps the input of the running layer and one on its way, of 16; the last layer's never leaves.
+    assert kept.total - sent.total == pytest.approx(14 * of_input * (1 + GPU.waste))
+    assert (kept.host, sent.host) == (0, 15 * of_input)
 
 
 def test_an_estimate_takes_no_time() -> None:

@@ -68,7 +68,7 @@ def test_kinds_are_the_documented_ones_and_add_up(model: dict[str, Any], sizes: 
     found = time_estimate(job(layout=sizes, **model), H100)
     assert set(found.kinds) == {
         *("matrix products", "attention", "elementwise", "recomputation", "bubble", "optimizer", "host"),
-        *(f"exposed {group}" for group in ("tp", "cp", "ep", "dp", "pp")),
+        *(f"exposed {group}" for group in ("tp", "cp", "ep", "dp", "pp", "offload")),
     }
     assert all(value >= 0 for value in found.kinds.values())
     assert found.seconds == pytest.approx(sum(found.kinds.values()))
@@ -147,6 +147,18 @@ def test_gradients_hide_behind_the_last_backward_pass() -> None:
     exposed = job()
     hidden = replace(exposed, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True))
     assert of_kind(hidden, "exposed dp") < of_kind(exposed, "exposed dp")
+
+
+def test_copies_of_inputs_hide_behind_layers_unless_the_link_is_slow() -> None:
+    recomputed: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    kept, sent = job(**recomputed), job(**recomputed, offload_layer_inputs=True)
+    slow = replace(H100, host_bandwidth=1e9)
+    exposed = time_estimate(sent, slow).kinds["exposed offload"]
+    assert of_kind(sent, "exposed offload") == 0 and seconds(sent) == seconds(kept)
+    assert seconds(sent, slow) == pytest.approx(seconds(kept) + exposed)
+    # Each of 8 layers' inputs leaves and returns, behind its layer's two passes and recomputation.
+    copies = 2 * 8 * sent.microbatches * sent.tokens_per_rank * 4096 * 2 / 1e9
+    assert 0 < copies - exposed < seconds(kept)
 
 
 def test_the_distributed_optimizer_divides_its_work() -> None:

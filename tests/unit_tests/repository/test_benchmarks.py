@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import device_rates, gpu_attention, gpu_pretrain
+from benchmarks import device_rates, gpu_attention, gpu_pretrain, longest_sequence
 from benchmarks.gpu_pretrain import MODELS, RECOMPUTE, config_of
+from megatron_cp.config.overrides import override
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.dynamic_cp.calibration import Calibrator
 from megatron_cp.estimate.device import load_device
@@ -35,6 +36,17 @@ def test_gpu_pretrain_breaks_no_rule_on_one_gpu(model: str) -> None:
             for size in (4096, 131072):
                 config = config_of(model, size, attention, recompute, options)
                 assert [v for v in check(config, 1, environment="gpu") if v.severity == "error"] == []
+
+
+def test_longest_sequences_break_no_rule_and_offload_lengthens_them() -> None:
+    tokens, (model, gpus) = [], ("llama32_1b", 1)
+    for fixed in longest_sequence.COLUMNS.values():
+        found = longest_sequence.longest(model, gpus, load_device("h100"), fixed)
+        assert found is not None
+        config = load_recipe(longest_sequence.recipe_of(model), [override(*each) for each in found.settings.items()])
+        assert [v for v in check(config, gpus, environment="gpu") if v.severity == "error"] == []
+        tokens.append(found.tokens)
+    assert tokens == sorted(set(tokens))
 
 
 def rows_of_a_table_with_errors(errors: list[Exception | None]) -> list[str]:
