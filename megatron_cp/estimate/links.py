@@ -51,7 +51,10 @@ class Links:
         return max(inside, outside) + device.inter_latency * messages
 
     def exposed_copy(self, held: float, seconds: float) -> float:
-        """Estimate the seconds by which a copy to or from host memory exceeds the work beside it."""
+        """Estimate the exposed seconds of a copy to or from host memory.
+
+        held: bytes. seconds: of the work beside the copy.
+        """
         bandwidth = self.device.host_bandwidth
         return max(0.0, held / bandwidth - seconds) if bandwidth else 0.0
 
