@@ -71,8 +71,7 @@ class HostMemory:
         self._away.add(kept)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         if tensor.is_cuda:
-            free = self._buffers[size := buffer_bytes(kept.nbytes)]
-            kept.buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            kept.buffer = self._buffer_of(buffer_bytes(kept.nbytes))
             self._copy(kept, kept.in_buffer(), tensor)
             self._leaving = kept
         return kept
@@ -107,6 +106,11 @@ class HostMemory:
             self._buffers[len(kept.buffer)].append(kept.buffer)
             kept.buffer = None
         return kept.tensor
+
+    def _buffer_of(self, size: int) -> Tensor:
+        """Return the smallest free buffer of at least ``size`` bytes, or a new one."""
+        free = [each for each, buffers in self._buffers.items() if buffers and each >= size]
+        return self._buffers[min(free)].pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, kept: KeptTensor, to: Tensor, source: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,6 @@
-"""Keep the inputs of recomputed layers in host memory (``model.offload_layer_inputs``).
+"""Keep inputs of recomputed layers in host memory.
 
-With whole-layer recomputation a layer, or a group of layers, saves its input and nothing else that grows with the
+``model.offload_layer_inputs``. With whole-layer recomputation a layer, or a group of layers, saves its input and nothing else that grows with the
 layers. The input leaves for the host while the next layer computes. In the backward pass it returns while the layer
 after it computes.
 """
@@ -43,7 +43,7 @@ class OffloadedInputs:
         block.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on a microbatch, whose backward pass uses the inputs in reverse order."""
+        """Run the block on a microbatch; its backward pass reads the inputs in reverse."""
         self._number = 0
         with recomputing_layers_with(self._checkpoint):
             try:

@@ -20,6 +20,7 @@ from megatron_cp.training.setup import Run, setup
 from megatron_cp.training.step import train_step
 from tests.memory_runs import Counted, job_of
 from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, train_dataset
+from tests.random_layouts import random_layouts
 from tests.ranks import run_ranks
 from tests.training_runs import losses_of, start, tiny_config
 from tests.unit_tests.models.hybrids import FURTHER
@@ -119,6 +120,19 @@ def test_the_same_bits_of_packs(ranks: int, overrides: dict[str, Any], tmp_path:
     without, offloaded = (run_ranks(of_packs, ranks, lengths, overrides | FULL | more) for more in ({}, OFFLOAD))
     assert [each[:2] for each in offloaded] == [each[:2] for each in without]
     assert max(peak for *_, peak in offloaded) > 0
+
+
+@pytest.mark.slow
+def test_the_same_bits_of_random_layouts() -> None:
+    layouts, compared = random_layouts(seed=5), 0
+    while compared < 8:
+        ranks, settings = next(layouts)
+        settings |= FULL | {"model__recompute_modules": None}
+        if any(each.severity == "error" for each in check(tiny_config(**settings), ranks, environment="cpu")):
+            continue
+        without, offloaded = (run_ranks(of_samples, ranks, settings | more) for more in ({}, OFFLOAD))
+        assert [each[:2] for each in offloaded] == [each[:2] for each in without], settings
+        compared += 1
 
 
 @pytest.mark.parametrize(
