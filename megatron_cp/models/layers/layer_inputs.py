@@ -1,6 +1,6 @@
-"""Keep inputs of recomputed layers in host memory.
+"""Keep recomputed layers' inputs on the host (``offload_layer_inputs``).
 
-``model.offload_layer_inputs``. With whole-layer recomputation a layer, or a group of layers, saves its input and nothing else that grows with the
+With whole-layer recomputation a layer, or a group of layers, saves its input and nothing else that grows with the
 layers. The input leaves for the host while the next layer computes. In the backward pass it returns while the layer
 after it computes.
 """
