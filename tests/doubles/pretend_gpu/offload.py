@@ -128,7 +128,11 @@ def losses(overrides: dict[str, Any], late: bool) -> list[tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, PP2 | VPP2 | {"model__num_layers": 8})])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, PP2 | VPP2 | {"model__num_layers": 8})],
+    ids=["one rank", "interleaved stages"],
+)
 def test_late_copies_give_the_same_bits(ranks: int, layout: dict[str, Any]) -> None:
     overrides = FULL | BF16 | layout
     assert run_ranks(losses, ranks, overrides | OFFLOAD, True) == run_ranks(losses, ranks, overrides, False)
@@ -159,10 +163,10 @@ def test_device_bytes_do_not_grow_with_the_layers() -> None:
     tokens = 128
     of_input = tokens * 64 * 2  # hidden size, bf16
     sizes = ALONE | {"dataset__seq_length": tokens}
-    few, many = ({"model__num_layers": layers} for layers in (4, 12))
+    few, many = ({"model__num_layers": layers} for layers in (4, 8))
     [[kept_few], [kept_many], [sent_few], [sent_many]] = [
         run_ranks(peak, 1, sizes | layers | more) for more in ({}, OFFLOAD) for layers in (few, many)
     ]
-    assert kept_many - kept_few == pytest.approx(8 * of_input, rel=0.05)
-    assert sent_many - sent_few <= 0.1 * 8 * of_input
+    assert kept_many - kept_few == pytest.approx(4 * of_input, rel=0.05)
+    assert sent_many - sent_few <= 0.1 * 4 * of_input
     assert sent_few < kept_few

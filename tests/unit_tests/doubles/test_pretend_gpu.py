@@ -24,7 +24,7 @@ GPU = ("-m", "gpu")
 SOME = ("-m", "not slow")
 PARTS = {"where the host waits, and offloaded inputs": (STEPS, OFFLOAD, *SOME)}
 MORE_PARTS = {
-    "where the host waits": (STEPS, "-m", "slow"),
+    "where the host waits, and offloaded inputs": (STEPS, OFFLOAD, "-m", "slow"),
     # The pretended kernels follow their signatures as we read them: a GPU decides (scripts/gpu_checks.sh).
     "kernels, and the staged backend": (KERNELS, STAGED, *GPU, "-k", "not training and not virtual"),
     "the order of messages": (ORDER,),
