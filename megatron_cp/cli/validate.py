@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_cp.common.errors import EXIT_CONFIG, EXIT_OK, format_violations
 from megatron_cp.common.terminal import ArgumentParser, say
 from megatron_cp.config.flags import add_gpus_per_node, add_recipe, add_world_size, compose, parse
 from megatron_cp.config.recipes import to_yaml
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.config.sections.training import TrainConfig
 from megatron_cp.data.summary import planned_line
 from megatron_cp.parallel.layout import group_lines, layout_of
@@ -64,9 +64,11 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     violations = check(config, world_size, args.gpus_per_node, environment)
     config, choice = resolve_auto(config, world_size, args.gpus_per_node, environment)
     data = planned_line(config.dataset, config.train)
-    memory = memory_line(Case(config, world_size, args.gpus_per_node, environment))
-    if environment.device == "cpu":  # CPU ranks share the memory of their machine
-        memory = None if args.environment else _memory_on_gpus(given, world_size, args.gpus_per_node)
+    if environment.device == "gpu":
+        memory = memory_line(Case(config, world_size, args.gpus_per_node, environment))
+    else:  # CPU ranks share the memory of their machine
+        case = Case(given, world_size, args.gpus_per_node, environment)
+        memory = None if args.environment else _memory_on_gpus(case)
     say(f"# {config.recipe} on {world_size} ranks\n{data}", *filter(None, [choice, memory]), sep="\n")
     with contextlib.suppress(ValueError):  # the violations below explain an impossible layout
         layout = layout_of(config.model, config.dist, world_size)
@@ -85,11 +87,11 @@ def report(parser: argparse.ArgumentParser, args: argparse.Namespace, *, with_se
     return EXIT_CONFIG if errors else EXIT_OK
 
 
-def _memory_on_gpus(config: RunConfig, world_size: int, gpus_per_node: int | None) -> str | None:
+def _memory_on_gpus(case: Case) -> str | None:
     """Return the memory line of ``--environment gpu``, on a machine without GPUs."""
     gpus = Environment.of("gpu")
-    config, _ = resolve_auto(config, world_size, gpus_per_node, gpus)
-    line = memory_line(Case(config, world_size, gpus_per_node, gpus))
+    config, _ = resolve_auto(case.config, case.world_size, case.gpus_per_node, gpus)
+    line = memory_line(replace(case, config=config, environment=gpus))
     return line and f"with --environment gpu: {line}"
 
 
