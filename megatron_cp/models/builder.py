@@ -14,6 +14,7 @@ from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec
 from megatron_cp.models.layers.layer_inputs import OffloadedInputs
 from megatron_cp.models.layers.mtp import mtp_block_spec
+from megatron_cp.models.layers.tiled_mlp import tile_mlps
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_fractions
@@ -118,6 +119,13 @@ def offload_layer_inputs(chunk: Chunk, build: Build) -> None:
         OffloadedInputs(chunk.decoder, build.host_memory, received=not chunk.pre_process, ends_model=chunk.post_process)
 
 
+def set_mlp_chunk_size(chunk: Chunk, build: Build) -> None:
+    """Set the number of tokens whose MLP is computed at once."""
+    if build.model.mlp_chunk_size is not None:
+        depths = chunk.mtp.modules() if chunk.mtp_process else ()
+        tile_mlps(chunk.decoder.layers, list(depths), build.model)
+
+
 def seed_vocabulary(chunk: Chunk, build: Build) -> None:
     """Draw embedding and output layer from their own seeds: equal under every layout."""
     core_config = build.core_config
@@ -160,6 +168,7 @@ CHUNK_TRANSFORMS = (  # in order: each changes a chunk in place
     scale_embeddings,
     set_loss_chunk_size,
     offload_layer_inputs,
+    set_mlp_chunk_size,
     seed_vocabulary,
     fuse_gradient_sums,
     move_to_device,

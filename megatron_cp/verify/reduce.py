@@ -198,7 +198,7 @@ def _pattern(model: ModelConfig) -> str:
 def _seq_length(models: Sequence[ModelConfig]) -> int:
     """Return a sequence length that all layouts can split.
 
-    At least eight tokens per rank, or per tensor-parallel rank if the loss is chunked.
+    At least eight tokens per rank, or per tensor-parallel rank if the loss or the MLP is chunked.
     """
     parts, least = [1], TOKENS
     for m in models:
@@ -207,7 +207,7 @@ def _seq_length(models: Sequence[ModelConfig]) -> int:
             parts.append(m.context_parallel_size * m.tensor_model_parallel_size)
         if m.sequence_packing_scheduler is not None:
             least = max(least, PACKED_TOKENS)
-        elif m.sequence_parallel and m.cross_entropy_chunk_size:
+        elif m.sequence_parallel and (m.cross_entropy_chunk_size or m.mlp_chunk_size):
             least = max(least, 8 * m.context_parallel_size * m.tensor_model_parallel_size)
         least = max(least, 8 * m.context_parallel_size)
     multiple = math.lcm(*parts)

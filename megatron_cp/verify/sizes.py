@@ -1,7 +1,7 @@
 """Reduce a model's sizes and thresholds for a comparison. Pure.
 
-A threshold is a setting above which a model takes another path: a chunked loss, gradients in several buckets, a window
-shorter than the sequence. The reduced model must still reach these paths.
+A threshold is a setting above which a model takes another path: a chunked loss or MLP, gradients in several buckets, a
+window shorter than the sequence. The reduced model must still reach these paths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 HIDDEN, HEAD_DIM, FFN = 64, 16, 32
 # Gradient elements per bucket: about one layer of the smallest model.
 BUCKET = 8192
-# Chunks of a rank's tokens for the loss; the last one is shorter.
+# Chunks of a rank's tokens for the loss and the MLP; the last one is shorter.
 PIECES = 3
 
 
@@ -32,10 +32,13 @@ def shrink_thresholds(
     if model.window_size is not None:
         most = length // (32 if packed else 4)  # half of the average packed sample; otherwise a quarter
         model.window_size = [min(side, most) for side in model.window_size]
+    tokens = model.max_seqlen_per_dp_cp_rank if packed else length // model.context_parallel_size
+    positions, rows = (tokens or 1) // parts, 1 if packed else micro_batch_size
+    piece = max(1, -(-positions // PIECES)) * rows * parts
     if model.cross_entropy_chunk_size is not None:
-        tokens = model.max_seqlen_per_dp_cp_rank if packed else length // model.context_parallel_size
-        positions, rows = (tokens or 1) // parts, 1 if packed else micro_batch_size
-        model.cross_entropy_chunk_size = max(1, -(-positions // PIECES)) * rows * parts
+        model.cross_entropy_chunk_size = piece
+    if model.mlp_chunk_size is not None:
+        model.mlp_chunk_size = piece
 
 
 def row_of_all_types(pattern: str, layers: int) -> str | None:

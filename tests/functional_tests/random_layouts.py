@@ -208,6 +208,7 @@ FEATURES = [
     ),
     _fixed(model__recompute_granularity="selective"),
     _fixed(model__cross_entropy_chunk_size=7),
+    _fixed(model__mlp_chunk_size=7),
     _fixed(model__recompute_granularity="full", model__recompute_method="uniform", model__recompute_num_layers=1),
     _fixed(dist__use_decentralized_pg=True, dist__use_tp_pp_dp_mapping=True),
     _fixed(optimizer__optimizer="sgd", optimizer__use_distributed_optimizer=False),

@@ -58,6 +58,9 @@ class Memory:
     cross_entropy_chunk_size: int | None = size(
         None, "tokens per rank whose logits exist at one time; null: all", LAYOUT
     )
+    mlp_chunk_size: int | None = size(
+        None, "tokens per rank whose MLP intermediates exist at one time; null: all", LAYOUT
+    )
     mlp_chunks_for_training: int = size(1, "chunks of the sequence that an MLP computes one by one", LAYOUT)
     calculate_per_token_loss: bool = setting(True, "sum the loss and divide once by the number of unmasked tokens")
     deterministic_mode: bool = setting(False, "use deterministic kernels", LAYOUT)

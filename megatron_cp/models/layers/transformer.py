@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import get_transformer_layer_offset
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
@@ -19,6 +20,8 @@ class SeededTransformerLayer(TransformerLayer):
     So the same seed gives the same model under every layout. (Under tensor parallelism megatron-core draws the whole
     weight and keeps a slice, with ``use_cpu_initialization``.)
     """
+
+    norm_in_mlp = False  # the MLP, in tiles, normalizes its own input (tiled_mlp.py)
 
     def __init__(
         self,
@@ -46,3 +49,6 @@ class SeededTransformerLayer(TransformerLayer):
         routers = [self.mlp.router] if hasattr(self.mlp, "router") else []
         with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers):
             return super().forward(*args, **kwargs)
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: Tensor) -> Any:
+        return hidden_states if self.norm_in_mlp else super()._forward_pre_mlp_layernorm(hidden_states)

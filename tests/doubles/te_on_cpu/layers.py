@@ -44,6 +44,7 @@ from tests.unit_tests.training.layouts.test_model_variants import (
     MIXED_LAYERS,
     MLA,
     MOE,
+    SHARED,
     YARN,
 )
 
@@ -57,6 +58,7 @@ ONE_BY_ONE = {"model__moe_grouped_gemm": False}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
 TWO = {"model__num_layers": 2}
+TILES = {"model__mlp_chunk_size": 5}  # divides nothing
 FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
 PLAIN_KERNELS = {f"model__{name}": False for name in FUSIONS}
 
@@ -81,6 +83,10 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "yarn, hierarchy": (YARN, 4, CP4 | HCP),
     "no fused kernels, ring": (PLAIN_KERNELS, 2, CP2),
     "loss in pieces, tp2 sp cp2": ({"model__cross_entropy_chunk_size": 5}, 4, TP2 | SP | CP2),
+    "MLP in tiles, tp2 sp cp2": ({}, 4, TP2 | SP | CP2 | TILES),
+    "MLP with biases in tiles, recomputed": (CLASSIC, 2, CP2 | TILES | FULL),
+    "experts in tiles, ep2 cp2": (SHARED, 4, CP2 | EP2 | TILES),
+    "experts one by one in tiles, recomputed, tp2 sp": (BALANCED | ONE_BY_ONE, 2, TP2 | SP | TILES | FULL),
     "its own scale, ring": ({"model__softmax_scale": 0.3}, 2, CP2),
     "window, all-gather": (WINDOW | {"model__window_attn_skip_freq": 2}, 2, CP2 | over("all_gather")),
     "window, all-to-all": (WINDOW, 2, CP2 | over("a2a")),

@@ -150,7 +150,7 @@ def test_two_layouts_of_packs_have_no_balancing_loss_in_common():
         assert {small.model.moe_aux_loss_coeff for small in comparable(configs, 4, 3)} == {coefficient}
 
 
-CHUNKED = ["model.cross_entropy_chunk_size=4096"]
+CHUNKED = ["model.cross_entropy_chunk_size=4096", "model.mlp_chunk_size=4096"]
 WINDOW = ["model.window_size=[512,0]"]
 PACKS = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=2048", "dataset.seq_length=8192"]
 
@@ -171,6 +171,7 @@ def test_thresholds_shrink_with_the_model(micro, layout, packs):
     positions = tokens // parts
     size = max(1, model.cross_entropy_chunk_size // (small.train.micro_batch_size * parts))
     assert 2 <= -(-positions // size) <= 4 and positions > size
+    assert model.mlp_chunk_size == model.cross_entropy_chunk_size
     assert 1 <= model.window_size[0] <= (length // 32 if packs else length // 4)
     assert small.ddp.bucket_size < 64 * 256  # the embedding's gradient alone fills one
     (whole,) = comparable([config], 16, 3, full=True)

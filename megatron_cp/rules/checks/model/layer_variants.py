@@ -29,8 +29,8 @@ def layers_without_positions(c: Context) -> Iterator[Finding]:
     "K63",
     "Settings of the MLP fit its activation and its experts.",
     "megatron-core clamps only quick_gelu where kernels are fused. A router balances all tokens of a call, so "
-    "chunks would change its loss. An expert is not linear in its input, so probabilities on the input need one "
-    "expert per token.",
+    "chunks would change its loss. Tiles of mlp_chunk_size come after the router. An expert is not linear in its "
+    "input, so probabilities on the input need one expert per token.",
     broken(model=dict(activation_func_clamp_value=7.0)),
 )
 def mlp_variants(c: Context) -> Iterator[Finding]:
@@ -45,6 +45,10 @@ def mlp_variants(c: Context) -> Iterator[Finding]:
     if model.mlp_chunks_for_training > 1 and model.num_moe_experts is not None:
         message = "chunks change the router's auxiliary loss, so models with experts need 1"
         yield Finding(NAME.model.mlp_chunks_for_training, message, "=1")
+    if model.mlp_chunks_for_training > 1 and model.mlp_chunk_size is not None:
+        message = f"has no effect with {NAME.model.mlp_chunk_size}, whose tiles also bound what the backward pass keeps"
+        fix = f"{NAME.model.mlp_chunks_for_training}=1, or {NAME.model.mlp_chunk_size}=null"
+        yield Finding(NAME.model.mlp_chunks_for_training, message, fix)
     if model.moe_apply_probs_on_input and model.num_moe_experts is not None and model.moe_router_topk != 1:
         message = f"needs one expert per token, but {NAME.model.moe_router_topk} is {model.moe_router_topk}"
         fix = (

@@ -112,6 +112,10 @@ def _modules(c: Context) -> Iterator[Finding]:
         elif name == "mlp" and model.add_bias_linear:
             message = f"mlp with {NAME.model.add_bias_linear}=true is recomputed until memory runs out"
             yield Finding(field, message, WHOLE_LAYERS)
+        elif name == "mlp" and model.mlp_chunk_size is not None:
+            others = [other for other in model.recompute_modules or [] if other != "mlp"] or ["core_attn"]
+            message = f"mlp has no effect: {NAME.model.mlp_chunk_size} recomputes it in tiles"
+            yield Finding(field, message, typed(field, others), severity="warning")
         elif name == "mla_up_proj" and model.multi_latent_attention and on_cpu:
             message = "recomputing mla_up_proj needs a GPU"
             yield Finding(field, message, WHOLE_LAYERS)
