@@ -5,6 +5,7 @@ Each has forward, backward and recomputed work. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -140,12 +141,30 @@ def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool)
     return Work(elementwise=rank.moved(each * elements), kernels=1)
 
 
+def _pieces(model: ModelConfig, rows: float) -> int:
+    """Return the number of tiles of ``rows`` (``mlp_chunk_size``)."""
+    return math.ceil(rows / model.mlp_chunk_size) if model.mlp_chunk_size else 1
+
+
+def _in_tiles(model: ModelConfig, forward: Work, pieces: int, read: bool = False) -> tuple[Work, Work]:
+    """Return the work of tiles before their backward pass, and what a recomputed layer leaves out for it.
+
+    read: its own backward pass reads the MLP's output, as other layers of a segment do (models/layers/tiled_mlp.py).
+    """
+    if pieces == 1:
+        return NOTHING, NOTHING
+    full = model.recompute_granularity == "full"
+    segment = model.recompute_num_layers or 1 if full and model.recompute_method == "uniform" else 1
+    return forward, NOTHING.plus(forward, 0 if read or (full and model.sandwich_norm) else 1 / segment)
+
+
 def _mlp_of(model: ModelConfig, rank: Rank, width: float) -> tuple[Work, Work, float]:
-    """Return forward work, backward work and parameter count of an MLP."""
-    hidden, split = float(model.hidden_size), width / rank.tp
-    shapes = [(rank.tokens, hidden, split * (2 if model.gated_linear_unit else 1)), (rank.tokens, split, hidden)]
+    """Return forward work, backward work and parameter count of an MLP, without recomputation."""
+    hidden, split, pieces = float(model.hidden_size), width / rank.tp, _pieces(model, rank.tokens)
+    rows = rank.tokens / pieces
+    shapes = [(rows, hidden, split * (2 if model.gated_linear_unit else 1)), (rows, split, hidden)]
     passes = [
-        rank.products(*shapes, backward=back).plus(_activation(model, rank, rank.tokens * split, back))
+        NOTHING.plus(rank.products(*shapes, backward=back).plus(_activation(model, rank, rows * split, back)), pieces)
         for back in (False, True)
     ]
     return passes[0], passes[1], sum(k * n for _, k, n in shapes)
@@ -153,10 +172,11 @@ def _mlp_of(model: ModelConfig, rank: Rank, width: float) -> tuple[Work, Work, f
 
 def _mlp(model: ModelConfig, rank: Rank) -> Passes:
     forward, backward, weights = _mlp_of(model, rank, model.ffn_hidden_size or 4 * model.hidden_size)
-    modules = {"mlp": forward, "layernorm": _norm_again(model, rank)}
-    whole = forward.plus(_around(model, rank, False))
-    again = _recomputed(model, modules, whole)
-    return Passes(whole, backward.plus(_around(model, rank, True)), again, weights)
+    whole, pieces = forward.plus(_around(model, rank, False)), _pieces(model, rank.tokens)
+    tiles, left_out = _in_tiles(model, forward, pieces)
+    modules = {"mlp": forward if pieces == 1 else NOTHING, "layernorm": _norm_again(model, rank)}
+    again = _recomputed(model, modules, whole.plus(left_out, -1))
+    return Passes(whole, backward.plus(tiles).plus(_around(model, rank, True)), again, weights)
 
 
 def _experts(model: ModelConfig, rank: Rank) -> Passes:
@@ -165,27 +185,33 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     width = (model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size) / rank.etp
     local = experts / rank.ep
     arrived = rank.tokens / rank.tp * topk * rank.etp  # tokens per rank under a balanced router
-    rows = arrived / local
+    pieces = _pieces(model, arrived / local)
+    rows = arrived / local / pieces
     shapes = [(rows, hidden, width * (2 if model.gated_linear_unit else 1)), (rows, width, hidden)]
     weights = local * sum(k * n for _, k, n in shapes)
     sent = rank.tokens / rank.tp * topk * hidden * rank.item
     exchanged = 2 * rank.links.exchange(rank.ep, rank.etp, sent) * (1 - rank.device.overlap["ep"])
     exchanged += 2 * rank.links.gather(rank.etp, 1, sent * rank.etp)
-    passes, active = [], []
+    passes, active, grouped = [], [], []
     for back in (False, True):
         sorting = Work(elementwise=rank.moved(8 * arrived * hidden), ep=exchanged, kernels=EXPERT_KERNELS)
         chosen = rank.products((rank.tokens / rank.split, float(model.hidden_size), float(experts)), backward=back)
-        each = rank.products(*shapes, count=local, backward=back)
-        grouped = each._replace(kernels=4 if local > 1 else each.kernels)  # one kernel for all local experts
+        each = rank.products(*shapes, count=local * pieces, backward=back)
+        kernels = 4 * _pieces(model, arrived) if local > 1 else each.kernels  # one for all local experts
         active.append(_activation(model, rank, arrived * width, back))
-        passes.append(grouped.plus(sorting).plus(chosen).plus(active[-1]))
+        grouped.append(each._replace(kernels=kernels).plus(active[-1]))
+        passes.append(grouped[-1].plus(sorting).plus(chosen))
+    tiles, left_out = _in_tiles(model, grouped[0], pieces, read=model.moe_latent_size is not None)
     shared = model.moe_shared_expert_intermediate_size
     dense, shared_forward = 0.0, NOTHING
     if shared:
         shared_forward, shared_backward, dense = _mlp_of(model, rank, shared)
+        shared_tiles, shared_left_out = _in_tiles(model, shared_forward, _pieces(model, rank.tokens))
+        tiles, left_out = tiles.plus(shared_tiles), left_out.plus(shared_left_out)
         passes = [passes[0].plus(shared_forward), passes[1].plus(shared_backward)]
+    passes[1] = passes[1].plus(tiles)
     modules = {
-        "moe": passes[0],
+        "moe": passes[0].plus(left_out, -1),
         "moe_act": active[0],
         "shared_experts": shared_forward,
         "layernorm": _norm_again(model, rank),
@@ -193,7 +219,7 @@ def _experts(model: ModelConfig, rank: Rank) -> Passes:
     forward, backward = (
         each.plus(_around(model, rank, back)) for each, back in zip(passes, (False, True), strict=True)
     )
-    return Passes(forward, backward, _recomputed(model, modules, forward), dense, weights)
+    return Passes(forward, backward, _recomputed(model, modules, forward.plus(left_out, -1)), dense, weights)
 
 
 def _mamba(model: ModelConfig, rank: Rank) -> Passes:

@@ -29,6 +29,7 @@ __all__ = [
     "experts_steps",
     "latent_attention_steps",
     "mamba_steps",
+    "mlp_products",
     "mlp_steps",
     "norm_steps",
 ]
@@ -124,15 +125,19 @@ def one_tile(model: ModelConfig) -> bool:
     return _ring_size(model) == 1 and (model.seq_length or 0) <= 256
 
 
+def mlp_products(model: ModelConfig, b: int, kind: str, width: float) -> list[Step]:
+    """Return the steps of both products and the activation; ``width``: on this rank."""
+    inner = 2 if model.gated_linear_unit else 1
+    return [
+        column_step(model, b, "mlp", inner * width),
+        activation_step(model, kind, width * b),
+        row_step(model, b, (kind, "activation"), width),
+    ]
+
+
 def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
     width = (model.ffn_hidden_size or 4 * model.hidden_size) / model.tensor_model_parallel_size
-    inner = 2 if model.gated_linear_unit else 1
-    f = width * b
-    inside = [
-        column_step(model, b, "mlp", inner * width),
-        activation_step(model, MLP, f),
-        row_step(model, b, (MLP, "activation"), width),
-    ]
+    inside = mlp_products(model, b, MLP, width)
     inside = [replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): residual(model, b)}) for step in inside]
     return [*norm_steps(model, b, "mlp"), *inside, *after_steps(model, b, MLP, "mlp")]
 

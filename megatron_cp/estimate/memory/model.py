@@ -35,7 +35,7 @@ def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
 
 def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
     """Estimate each distinct pipeline stage; later equal stages use less."""
-    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    settings = LayerSettings(job, where)
     seen, stages = set(), chunks_of_stages(job.model)
     for stage, chunks in enumerate(stages):
         ends = stage == 0, stage == len(stages) - 1
@@ -46,7 +46,7 @@ def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]
 
 def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
     """Estimate peak memory of one pipeline stage."""
-    settings = LayerSettings(job.model, where, job.gemm, job.micro_batch_size, job.expert_load)
+    settings = LayerSettings(job, where)
     return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
 
 

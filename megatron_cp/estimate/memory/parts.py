@@ -11,11 +11,14 @@ from types import ModuleType
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
+from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.memory import local_layers, te_layers
 from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.platform import Platform
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
+from megatron_cp.estimate.memory.tiles import tiled_experts, tiled_mlp, tiles_of
+from megatron_cp.models.fusions import groups_experts
 
 # What a layer on its own does not depend on.
 _OF_STAGES = (
@@ -35,17 +38,19 @@ _values = attrgetter(*(field.name for field in fields(ModelConfig) if f"model.{f
 class LayerSettings:
     """The settings that layers depend on; equal for layouts that split layers alike.
 
-    gemm, micro_batch_size, load: of the job.
+    Of ``job`` they depend on model, number format, microbatch size and load; on its tokens only by their tiles.
     """
 
-    def __init__(self, model: ModelConfig, where: Platform, gemm: str, micro_batch_size: int, load: float) -> None:
+    def __init__(self, job: Job, where: Platform) -> None:
+        model, gemm, micro_batch_size, load = job.model, job.gemm, job.micro_batch_size, job.expert_load
         self.model, self.gemm, self.micro_batch_size, self.load = model, gemm, micro_batch_size, load
+        self.tiles = tiles_of(model, job.tokens_per_rank, load, groups_experts(model, where.te_layers))
         self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
         self.offloads = where.offloads and model.offload_layer_inputs
         self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        of_platform = (self.te_layers, self.fused_norm, self.scores, self.one_tile, self.offloads)
+        of_platform = (self.te_layers, self.fused_norm, self.scores, self.one_tile, self.offloads, self.tiles)
         self._key = (*of_platform, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
@@ -78,8 +83,12 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
         attend = layers.latent_attention_steps if model.multi_latent_attention else layers.attention_steps
         return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
     if part == "E":
-        return layers.experts_steps(model, b, settings.load)
-    return layers.mlp_steps(model, b) if part == "-" else layers.mamba_steps(model, b, settings.fused_norm)
+        steps = layers.experts_steps(model, b, settings.load)
+        return tiled_experts(model, b, layers, steps, settings.tiles)
+    if part == "-":
+        steps = layers.mlp_steps(model, b)
+        return steps if settings.tiles.dense is None else tiled_mlp(model, b, steps, settings.tiles.dense)
+    return layers.mamba_steps(model, b, settings.fused_norm)
 
 
 def _with_scores(settings: LayerSettings, step: Step) -> Step:

@@ -91,17 +91,23 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 
+def mlp_products(model: ModelConfig, b: int, kind: str, width: float) -> list[Step]:
+    """Return the steps of both products and the activation; ``width``: on this rank."""
+    inner = 2 if model.gated_linear_unit else 1
+    return [
+        replace(local_blocks.column_step(model, b, "mlp", inner * width), weight=0.0),
+        Step({(kind, "matrix 1"): inner * width * b}, (1 + inner) * width * b),
+        row_without_weight(model, b, (kind, "activation"), width),
+    ]
+
+
 def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
     width = (model.ffn_hidden_size or 4 * model.hidden_size) / model.tensor_model_parallel_size
-    inner = 2 if model.gated_linear_unit else 1
-    norm, column = norm_and_column_steps(model, b, "mlp", inner * width)
     inside = [
-        column,
-        Step({(MLP, "matrix 1"): inner * width * b}, (1 + inner) * width * b),
-        row_without_weight(model, b, (MLP, "activation"), width),
+        replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): 0.0})
+        for step in mlp_products(model, b, MLP, width)
     ]
-    inside = [replace(step, module="mlp", inputs={(RESIDUAL, "mlp output"): 0.0}) for step in inside]
-    return [norm, *inside, *after_steps(model, b, MLP, "mlp")]
+    return [*norm_steps(model, b, "mlp"), *inside, *after_steps(model, b, MLP, "mlp")]
 
 
 def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:

@@ -79,20 +79,32 @@ class _Tiles(torch.autograd.Function):
         found = [torch.empty_like(row) if need else None for row, need in zip(rows, needed, strict=False)]
         sums: list[Tensor | None] = [None] * len(parameters)
         for tile in _tiles(rows[0], ctx.size):
-            leaves = [row[tile].detach().requires_grad_(need) for row, need in zip(rows, needed, strict=False)]
-            with torch.enable_grad():
-                output = ctx.compute(tile, *leaves)
-            inputs = [leaf for leaf in leaves if leaf.requires_grad]
-            of_tile = torch.autograd.grad(output, [*inputs, *parameters], gradients[0][tile], allow_unused=True)
-            del output  # frees the graph that holds the intermediates
-            for whole, part in zip((each for each in found if each is not None), of_tile, strict=False):
-                whole[tile] = part
-            for place, parameter in enumerate(parameters):
-                sums[place] = _add(sums[place], of_tile[len(inputs) + place], parameter)
-        weights = [
+            _backward_of_tile(ctx, tile, gradients[0][tile], found, sums)
+        of_weights = [
             None if total is None else total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)
         ]
-        return None, None, None, None, *found, *weights
+        return None, None, None, None, *found, *of_weights
+
+
+def _backward_of_tile(
+    ctx: Any, tile: slice, gradient: Tensor, found: list[Tensor | None], sums: list[Tensor | None]
+) -> None:
+    """Compute a tile again, write its rows' gradients and add its weight gradients.
+
+    A function, so that nothing of the tile outlives it.
+    """
+    leaves = [
+        row[tile].detach().requires_grad_(whole is not None)
+        for row, whole in zip(ctx.saved_tensors, found, strict=True)
+    ]
+    with torch.enable_grad():
+        output = ctx.compute(tile, *leaves)
+    wholes, inputs = [each for each in found if each is not None], [leaf for leaf in leaves if leaf.requires_grad]
+    of_tile = torch.autograd.grad(output, [*inputs, *ctx.parameters], gradient, allow_unused=True)
+    for whole, part in zip(wholes, of_tile, strict=False):
+        whole[tile] = part
+    for place, parameter in enumerate(ctx.parameters):
+        sums[place] = _add(sums[place], of_tile[len(inputs) + place], parameter)
 
 
 def _tiles(rows: Tensor, size: int) -> Iterator[slice]:

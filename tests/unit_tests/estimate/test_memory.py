@@ -39,6 +39,14 @@ _LATENT = LATENT | dict(
     model__recompute_granularity="selective",
     model__recompute_modules=["core_attn"],
 )
+_TILES = _EXPERTS | dict(
+    dataset__seq_length=512,
+    model__ffn_hidden_size=512,
+    model__moe_ffn_hidden_size=256,
+    model__moe_shared_expert_intermediate_size=256,
+    model__moe_layer_freq=2,
+    model__mlp_chunk_size=64,
+)
 _DEPTHS = dict(
     model__mtp_num_layers=2,
     model__hidden_dropout=0.1,
@@ -54,6 +62,7 @@ LAYOUTS = {
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "Mamba": (1, _MAMBA),
     "depths of pieces of the loss": (1, _DEPTHS),
+    "MLPs and experts in tiles": (1, _TILES),
     "recomputed latent attention in tiles": (1, _LATENT),
 }
 

@@ -117,6 +117,20 @@ def test_block_recomputation_repeats_its_layers_only() -> None:
     assert half == pytest.approx(whole / 2)
 
 
+def test_tiles_repeat_an_mlp_once_also_in_recomputed_layers() -> None:
+    long = {"seq_length": 65536}
+    tiles = long | {"mlp_chunk_size": 16384}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    again = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    assert seconds(job(**tiles)) == pytest.approx(seconds(job(**long, **again)), rel=0.01)
+    assert seconds(job(**tiles, **full)) == pytest.approx(seconds(job(**long, **full)), rel=0.01)
+    pairs = full | {"recompute_num_layers": 2}
+    third = seconds(job(**tiles, **pairs)) - seconds(job(**tiles, **full))  # half of the layers compute it once more
+    assert third == pytest.approx((seconds(job(**tiles)) - seconds(job(**long))) / 2, rel=0.01)
+    # Each tile reads all weights: small ones take longer.
+    assert seconds(job(**long, mlp_chunk_size=1024, **full)) > 1.05 * seconds(job(**tiles, **full))
+
+
 def test_bubble_shrinks_with_microbatches_and_virtual_stages() -> None:
     def share(batch: int, virtual: int | None = None) -> float:
         found = time_estimate(job(batch=batch, layout={"pp": 4}, virtual_pipeline_model_parallel_size=virtual), H100)
