@@ -145,8 +145,8 @@ def _memory_words(settings: Settings) -> list[str]:
         found.append(f"{' and '.join(settings[names.recompute_modules] or ['core_attn'])} recomputed")
     if settings[names.cross_entropy_chunk_size]:
         found.append("loss in chunks")
-    if settings[names.mlp_chunks_for_training] > 1:
-        found.append("MLP in chunks")
+    if settings[names.mlp_chunk_size]:
+        found.append("MLP in tiles")
     if settings[names.offload_layer_inputs]:
         found.append("layer inputs on the host")
     ends = (names.num_layers_in_first_pipeline_stage, names.num_layers_in_last_pipeline_stage)

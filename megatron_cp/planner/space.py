@@ -19,7 +19,7 @@ Settings = dict[str, Any]
 _MOST_TOKENS = 65536  # per rank, in a microbatch of several samples
 _MOST_VIRTUAL = 8  # virtual stages per pipeline stage
 _CHUNK = 4096  # tokens per chunk of the loss
-_MLP_CHUNKS = 4
+_TILE = 8192  # tokens per tile of an MLP: smaller ones read the weights too often
 _SPLIT = (
     NAME.model.account_for_embedding_in_pipeline_split,
     NAME.model.account_for_loss_in_pipeline_split,
@@ -201,21 +201,22 @@ class Space:
         _, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
-        chunk, pieces = NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunks_for_training
-        offload = NAME.model.offload_layer_inputs
-        plain = {**_recompute(), chunk: None, pieces: 1, offload: False}
+        chunk, tile, offload = (
+            NAME.model.cross_entropy_chunk_size,
+            NAME.model.mlp_chunk_size,
+            NAME.model.offload_layer_inputs,
+        )
+        plain = {**_recompute(), chunk: None, tile: None, offload: False}
         chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
-        cheap = [plain, chunked]
-        if model.num_moe_experts is None and "-" in model.layer_letters and tokens > _CHUNK:
-            cheap.append(chunked | {pieces: _MLP_CHUNKS})
+        tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})
+        cheap = [plain, chunked, tiled]
         again = [name for name, part in (("moe", "E"), ("mlp", "-")) if part in model.layer_letters]
         again = again if not model.add_bias_linear else [name for name in again if name == "moe"]
-        recomputed = [_recompute("selective", None, None, again)] if again else []
+        steps = [*cheap, *([chunked | _recompute("selective", None, None, again)] if again else [])]
         layers = model.num_layers // pp // (schedule[NAME.model.virtual_pipeline_model_parallel_size] or 1)
-        if layers >= 4:
-            recomputed.append(_recompute("full", "block", layers // 2))
-        recomputed.append(_recompute("full", "uniform", 1))
-        steps = [*cheap, *(chunked | each for each in recomputed)]
+        whole = [_recompute("full", "block", layers // 2)] if layers >= 4 else []
+        for recomputed in (*whole, _recompute("full", "uniform", 1)):
+            steps += [chunked | recomputed, tiled | recomputed]
         if self.case.environment.device == "gpu":
             steps.append(steps[-1] | {offload: True})
         unique = [step for number, step in enumerate(steps) if step not in steps[:number]]
@@ -224,7 +225,7 @@ class Space:
             unique = [step | given for step in cheap]
             if given[NAME.model.recompute_granularity] == "full":
                 unique.append(unique[-1] | {offload: True})
-        kept = {name: self.case.config.value_at(name) for name in (chunk, pieces, offload) if name in self.fixed}
+        kept = {name: self.case.config.value_at(name) for name in (chunk, tile, offload) if name in self.fixed}
         unique = [step | kept for step in unique]
         return [step for number, step in enumerate(unique) if step not in unique[:number]]
 

@@ -17,7 +17,10 @@ from megatron_cp.estimate.memory.tape import EXPERTS, RESIDUAL, Step, cost_of
 
 
 class Tiles(NamedTuple):
-    """Rows of a tile of an MLP or shared expert, and of a rank's experts; None: all rows at once."""
+    """Rows of a tile; None: all rows at once.
+
+    dense: of an MLP or shared expert. experts: of a rank's routed experts.
+    """
 
     dense: int | None
     experts: int | None
@@ -52,7 +55,7 @@ def tiled_mlp(model: ModelConfig, b: int, steps: Sequence[Step], rows: int) -> l
 
 
 def tiled_experts(model: ModelConfig, b: int, layers: ModuleType, steps: Sequence[Step], tiles: Tiles) -> list[Step]:
-    """Replace the products of shared experts, and those of routed experts after the dispatch."""
+    """Replace the products of shared experts, and of routed ones after the dispatch."""
     found, stream = list(steps), residual(model, b)
     shared, names = model.moe_shared_expert_intermediate_size, [{name for _, name in step.keeps} for step in steps]
     if shared and tiles.dense is not None:

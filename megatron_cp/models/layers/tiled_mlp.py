@@ -210,7 +210,10 @@ def _grouped(
 
 
 def _positions(hidden: Tensor, size: int, parts: int) -> int:
-    """Return the positions whose rows, gathered from ``parts`` ranks, are at most ``size`` tokens; at least one."""
+    """Return the positions of a tile of at most ``size`` tokens; at least one.
+
+    parts: ranks whose tokens the first product gathers.
+    """
     return max(1, size // (hidden.shape[1] * parts))
 
 

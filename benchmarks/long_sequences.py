@@ -1,0 +1,131 @@
+"""Live memory and step time against the sequence length, with and without tiles of the MLP, on one CPU rank.
+
+    python benchmarks/long_sequences.py                                  # both parts
+    python benchmarks/long_sequences.py --part memory --lengths 2048,4096,8192,16384,32768
+    python benchmarks/long_sequences.py --part time --rounds 15
+
+A Llama of 4 layers, hidden size 256, MLP width 1024 and 8 heads, float32, with the loss in chunks. Its attention has a
+window of 256 tokens: so the MLP is most of a step, and long sequences take minutes. The memory is the peak of live
+tensors beyond weights, gradients and optimizer (``tests/live_memory.py``). The time is of whole steps of two runs that
+alternate in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+from tests.live_memory import counted  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+from tests.training_runs import start, tiny_config, train_step  # noqa: E402
+
+HIDDEN, LAYERS = 256, 4
+STATES = ("weights", "gradients", "optimizer")
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {
+        "model__recompute_granularity": "full",
+        "model__recompute_method": "uniform",
+        "model__recompute_num_layers": 1,
+    },
+}
+
+
+def configuration(length: int, recompute: str, tile: int | None) -> dict[str, Any]:
+    return RECOMPUTE[recompute] | {
+        "model__num_layers": LAYERS,
+        "model__hidden_size": HIDDEN,
+        "model__ffn_hidden_size": 4 * HIDDEN,
+        "model__init_method_std": 0.02,
+        "model__window_size": [256, 0],
+        "model__cross_entropy_chunk_size": 1024,
+        "model__mlp_chunk_size": tile,
+        "dataset__seq_length": length,
+        "train__global_batch_size": 1,
+        "train__train_iters": 1000,
+    }
+
+
+def peak(overrides: dict[str, Any]) -> int:
+    """Return the peak bytes of live tensors in the second step, beyond those that live as long as the run."""
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
+    with counted(run) as memory:
+        microbatches = next(batches).microbatches
+        memory.see_batches(microbatches)
+        train_step(run, microbatches)
+    run.close()
+    return max(sum(size for kind, size in each.items() if kind not in STATES) for each in memory.peaks.values())
+
+
+def show_memory(lengths: list[int], tile: int) -> None:
+    print(f"MB of live tensors beyond weights, gradients and optimizer; tiles of {tile} tokens")
+    ways = [(recompute, each) for recompute in RECOMPUTE for each in (None, tile)]
+    names = [f"{recompute}{', tiles' if each else ''}" for recompute, each in ways]
+    print("| tokens | " + " | ".join(names) + " |\n|" + "---|" * (1 + len(ways)))
+    rows = []
+    for length in lengths:
+        rows.append([run_ranks(peak, 1, configuration(length, *way), timeout=3000)[0] for way in ways])
+        print(f"| {length} | " + " | ".join(f"{size / 1e6:.1f}" for size in rows[-1]) + " |", flush=True)
+    per_value = (lengths[-1] - lengths[-2]) * HIDDEN * 4
+    slopes = [(last - before) / per_value for before, last in zip(*rows[-2:], strict=True)]
+    print("| slope, hidden sizes a token | " + " | ".join(f"{slope:.1f}" for slope in slopes) + " |")
+
+
+def times(length: int, recompute: str, tile: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Return seconds of steps without and with tiles, of two runs that alternate."""
+    runs = [start(tiny_config(**configuration(length, recompute, each))) for each in (None, tile)]
+    found: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        order = (0, 1) if number % 2 else (1, 0)
+        for place in order:
+            run, batches = runs[place]
+            microbatches = next(batches).microbatches
+            begin = time.process_time()  # of one thread: other programs take turns with it
+            train_step(run, microbatches)
+            if number:  # the first step allocates
+                found[place].append(time.process_time() - begin)
+    return found
+
+
+def show_times(length: int, tile: int, rounds: int) -> None:
+    print(f"CPU seconds of a step of {length} tokens, medians of {rounds} rounds; tiles of {tile} tokens")
+    print("| recomputation | without | with tiles | ratio: median, smallest, largest |\n|---|---|---|---|")
+    for recompute in RECOMPUTE:
+        without, tiled = run_ranks(times, 1, length, recompute, tile, rounds, timeout=3000)[0]
+        ratios = [b / a for a, b in zip(without, tiled, strict=True)]
+        middle = statistics.median(without), statistics.median(tiled)
+        print(
+            f"| {recompute} | {middle[0]:.2f} | {middle[1]:.2f} | {statistics.median(ratios):.3f}, {min(ratios):.3f}, "
+            f"{max(ratios):.3f} |",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("memory", "time", "all"), default="all")
+    parser.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens of the memory part")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the time part")
+    parser.add_argument("--tile", type=int, default=1024, help="model.mlp_chunk_size")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    if args.part in ("memory", "all"):
+        show_memory([int(each) for each in args.lengths.split(",")], args.tile)
+    if args.part in ("time", "all"):
+        show_times(args.length, args.tile, args.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
