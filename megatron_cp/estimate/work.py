@@ -147,7 +147,7 @@ def _pieces(model: ModelConfig, rows: float) -> int:
 
 
 def _in_tiles(model: ModelConfig, forward: Work, pieces: int, read: bool = False) -> tuple[Work, Work]:
-    """Return the work of tiles before their backward pass, and what a recomputed layer leaves out for it.
+    """Return the work of tiles computed again, and what a recomputed layer omits.
 
     read: its own backward pass reads the MLP's output, as other layers of a segment do (models/layers/tiled_mlp.py).
     """
@@ -159,7 +159,7 @@ def _in_tiles(model: ModelConfig, forward: Work, pieces: int, read: bool = False
 
 
 def _mlp_of(model: ModelConfig, rank: Rank, width: float) -> tuple[Work, Work, float]:
-    """Return forward work, backward work and parameter count of an MLP, without recomputation."""
+    """Return forward work, backward work and parameter count of an MLP."""
     hidden, split, pieces = float(model.hidden_size), width / rank.tp, _pieces(model, rank.tokens)
     rows = rank.tokens / pieces
     shapes = [(rows, hidden, split * (2 if model.gated_linear_unit else 1)), (rows, split, hidden)]

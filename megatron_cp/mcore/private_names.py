@@ -1,4 +1,4 @@
-"""Private names of megatron-core that other packages read or set."""
+"""Private names of megatron-core and torch that other packages read or set."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core import recompute, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -26,6 +27,14 @@ def recomputing_layers_with(checkpoint: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         recompute.tensor_parallel = tensor_parallel
+
+
+def in_backward_pass() -> bool:
+    """Return whether autograd runs: a forward pass in it is a recomputation.
+
+    megatron-core's ``is_checkpointing`` stays true after an error in a recomputed layer.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def keep_expert_bias_in_float32(router: TopKRouter) -> None:

@@ -201,11 +201,8 @@ class Space:
         _, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
-        chunk, tile, offload = (
-            NAME.model.cross_entropy_chunk_size,
-            NAME.model.mlp_chunk_size,
-            NAME.model.offload_layer_inputs,
-        )
+        chunk, tile = NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunk_size
+        offload = NAME.model.offload_layer_inputs
         plain = {**_recompute(), chunk: None, tile: None, offload: False}
         chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
         tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})

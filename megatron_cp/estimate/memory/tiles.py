@@ -80,7 +80,7 @@ def tiled_experts(model: ModelConfig, b: int, layers: ModuleType, steps: Sequenc
 
 
 def _tile_bytes(inside: Sequence[Step], stream: float, rows: int, b: int) -> float:
-    """Return the bytes of a tile, of its weights' gradients, and of their sums over tiles.
+    """Return the bytes of a tile, its weights' gradients and their sums.
 
     stream: bytes a row of the tile's output.
     """

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.mcore.private_names import in_backward_pass
 from megatron_cp.models.layers.transformer import SeededTransformerLayer
 
 if TYPE_CHECKING:
@@ -50,12 +51,8 @@ def compute_in_tiles(
     """
     if size >= len(rows[0]):
         return compute(slice(None), *rows)
-    skipped = only_added and torch.is_grad_enabled() and _in_backward_pass()
+    skipped = only_added and torch.is_grad_enabled() and in_backward_pass()
     return _Tiles.apply(compute, size, skipped, len(rows), *rows, *parameters)
-
-
-def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Tiles(torch.autograd.Function):
@@ -172,7 +169,7 @@ def _tile_experts(experts: torch.nn.Module, size: int, only_added: bool) -> None
 def _dense(
     forward: Forward, mlp: Any, norm: Any, size: int, parts: int, only_added: bool, hidden: Tensor, **unused: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the MLP of the norm of ``hidden`` [s, b, h], and the bias that is not added yet."""
+    """Return the MLP of the norm of ``hidden`` [s, b, h], and the bias to add."""
     weights = [*_trained(norm), *_trained(mlp)]
     rows = _positions(hidden, size, parts)
     output = compute_in_tiles(lambda tile, each: forward(norm(each))[0], [hidden], weights, rows, only_added)
@@ -188,7 +185,7 @@ def _shared(forward: Forward, mlp: Any, size: int, parts: int, only_added: bool,
 def _expert(
     forward: Forward, expert: Any, size: int, only_added: bool, tokens: Tensor, weights: Tensor
 ) -> tuple[Tensor, None]:
-    """Return one expert's outputs, biases included, times the router's ``weights`` [t]."""
+    """Return an expert's outputs, with bias, times the router's ``weights`` [t]."""
     output = compute_in_tiles(
         lambda tile, *rows: forward(*rows)[0], [tokens, weights], _trained(expert), size, only_added
     )
@@ -198,7 +195,7 @@ def _expert(
 def _grouped(
     forward: Forward, experts: Any, size: int, only_added: bool, tokens: Tensor, counts: Tensor, weights: Tensor
 ) -> tuple[Tensor, None]:
-    """Return all local experts' outputs of ``tokens`` in order of experts; ``counts``: tokens of each."""
+    """Return outputs of all local experts; ``counts``: consecutive tokens of each."""
     borders = list(pairwise(accumulate(counts.tolist(), initial=0)))
 
     def compute(tile: slice, *rows: Tensor) -> Tensor:
