@@ -93,12 +93,25 @@ class CPContext:
         return f"{self.comm_type} over {' and '.join(f'{level} {peers}' for level, peers in levels)}"
 
 
+@dataclass
+class SavedResult:
+    """What a call's kernels computed, for a second call that only prepares the backward pass.
+
+    A call without ``out`` sets ``lse``, the log-sum-exp of all keys in the transport's own order. A call with both
+    starts no kernel, and returns ``out`` [s_local, b, heads, d]. So a caller may drop queries, keys and values after
+    the forward pass, and compute them again, but not attention.
+    """
+
+    lse: Tensor | None = None
+    out: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """Parameters of one call: sequences over all ranks, mask, and scale of the scores.
 
     ``transformer_engine``: its kernels may compute it. ``max_logits`` [heads]: raised to each head's largest score of
-    the pairs that this rank computes.
+    the pairs that this rank computes. ``saved``: set in a first call, or used in a second one.
     """
 
     layout: Layout
@@ -107,6 +120,19 @@ class AttentionCall:
     deterministic: bool = False
     transformer_engine: bool = False
     max_logits: Tensor | None = field(default=None, compare=False)
+    saved: SavedResult | None = field(default=None, compare=False)
+
+    @property
+    def known(self) -> tuple[Tensor, Tensor] | None:
+        """Output and log-sum-exp of an earlier call."""
+        if self.saved is None or self.saved.out is None or self.saved.lse is None:
+            return None
+        return self.saved.out, self.saved.lse
+
+    def keep(self, lse: Tensor) -> None:
+        """Set the log-sum-exp for a second call, if one was announced."""
+        if self.saved is not None:
+            self.saved.lse = lse
 
     def real_rows(self, rank: int) -> list[slice]:
         """Return the rows of ``rank`` that hold tokens, not padding."""

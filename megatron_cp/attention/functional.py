@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
+from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair, SavedResult
 from megatron_cp.attention.eager import never_compiled
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tiles import Mask
@@ -100,11 +100,13 @@ def attend_in_context(
     deterministic: bool = False,
     transformer_engine: bool = False,
     max_logits: Tensor | None = None,
+    saved: SavedResult | None = None,
 ) -> Tensor:
     """Compute :func:`context_parallel_attention` in a context built before.
 
     On a GPU ``transformer_engine`` lets its kernels compute what each rank has to. ``max_logits`` [heads] is raised, in
     place, to each head's largest scaled score of the pairs that this rank computes: all ranks' maximum is the whole's.
+    ``saved``: see :class:`SavedResult`; its ``out`` has four dimensions, also of packs.
     """
     packed = cu_seqlens is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
@@ -136,7 +138,9 @@ def attend_in_context(
     rows = query.shape[0]
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
     query, scale = _with_positive_scale(query, scale)
-    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine, max_logits)
+    if saved is not None and saved.out is not None:
+        saved = SavedResult(saved.lse, saved.out[: layout.rows])
+    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine, max_logits, saved)
     if rows == layout.rows:
         out = _transport(context, query, key, value, softmax_offset, call)
     else:

@@ -29,10 +29,11 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.build import Build, uses_te_layers
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
+from megatron_cp.models.layers.head_groups import HeadGroupsAttention, ProjectionByGroups
 from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackedRouter
 from megatron_cp.models.layers.transformer import SeededTransformerLayer
-from megatron_cp.models.local_rotary import LocalRotaryAttention
+from megatron_cp.models.local_rotary import LocalRotaryAttention, LocalRotaryByHeadGroups
 
 
 def use_te_layers(model: ModelConfig, fp32: bool) -> bool:
@@ -86,7 +87,17 @@ def with_our_attention(layer: ModuleSpec, build: Build, experts: bool) -> None:
 
 def with_local_rotary(layer: ModuleSpec, build: Build, experts: bool) -> None:
     if build.model.has_local_rotary:
-        layer.submodules.self_attention.module = LocalRotaryAttention
+        grouped = build.model.attention_head_groups > 1
+        layer.submodules.self_attention.module = LocalRotaryByHeadGroups if grouped else LocalRotaryAttention
+
+
+def with_head_groups(layer: ModuleSpec, build: Build, experts: bool) -> None:
+    if build.model.attention_head_groups > 1:
+        attention = layer.submodules.self_attention
+        if not build.model.has_local_rotary:
+            attention.module = HeadGroupsAttention
+        attention.params["head_groups"] = build.model.attention_head_groups
+        attention.submodules.linear_qkv = ProjectionByGroups
 
 
 def with_latent_attention(layer: ModuleSpec, build: Build, experts: bool) -> None:
@@ -137,6 +148,7 @@ def with_seeded_weights(layer: ModuleSpec, build: Build, experts: bool) -> None:
 LAYER_TRANSFORMS = (
     with_our_attention,
     with_local_rotary,
+    with_head_groups,
     with_latent_attention,
     with_packed_routers,
     with_biased_experts,

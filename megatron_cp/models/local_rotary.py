@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.models.layers.head_groups import HeadGroupsAttention
 
 
 class LocalAndGlobalRotary(torch.nn.Module):
@@ -45,3 +46,7 @@ class LocalRotaryAttention(SelfAttention):
         config = self.config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb[int(windowed)], **kwargs)
+
+
+class LocalRotaryByHeadGroups(LocalRotaryAttention, HeadGroupsAttention):  # type: ignore[misc]  # keywords
+    """The same, with heads computed in groups."""

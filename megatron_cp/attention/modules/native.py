@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_cp.attention.context import CPContext, GroupOrPair
+from megatron_cp.attention.context import CPContext, GroupOrPair, SavedResult
 from megatron_cp.attention.functional import attend_in_context
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
@@ -98,11 +98,14 @@ class ContextParallelAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        heads: slice | None = None,
+        saved: SavedResult | None = None,
     ) -> Tensor:
         """Map [s_local, b, heads, d] to [s_local, b, heads * d_v]; packs without b.
 
         ``key`` and ``value`` may have fewer heads. ``attn_mask_type`` overrides the configured one. A group in
-        ``packed_seq_params`` (dynamic context parallelism) applies to this call.
+        ``packed_seq_params`` (dynamic context parallelism) applies to this call. ``heads``: which of this rank's query
+        heads are given; None: all. ``saved``: see :class:`SavedResult`.
         """
         where = f"ContextParallelAttention, layer {self.layer_number}"
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -133,10 +136,11 @@ class ContextParallelAttention(MegatronModule):
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens_padded,
             softmax_scale=self.softmax_scale,
-            softmax_offset=self.softmax_offset,
+            softmax_offset=_of_heads(self.softmax_offset, heads),
             deterministic=self.config.deterministic_mode,
             transformer_engine=self._with_transformer_engine,
-            max_logits=self.max_logits if self.training else None,
+            max_logits=_of_heads(self.max_logits, heads) if self.training else None,
+            saved=saved,
         )
         return out.reshape(*lead, query.shape[-2] * dim_v)
 
@@ -211,6 +215,10 @@ class ContextParallelAttention(MegatronModule):
         if config.softmax_type != "learnable":
             raise ValueError(f"softmax_type {config.softmax_type!r}: unknown; use vanilla, off-by-one or learnable")
         return learnable_softmax_offset(config, self.pg_collection)
+
+
+def _of_heads(values: Tensor | None, heads: slice | None) -> Tensor | None:
+    return values if values is None or heads is None else values[heads]
 
 
 def _global_groups(config: TransformerConfig, comm_type: str) -> ProcessGroupCollection:

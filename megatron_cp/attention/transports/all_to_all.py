@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.attention.context import AttentionCall
+from megatron_cp.attention.context import AttentionCall, SavedResult
 from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once_differentiable import once_differentiable
@@ -62,8 +62,13 @@ def with_heads_exchanged(
     common = replace(call, layout=call.layout.resized(call.layout.size // peers.size))
     if call.max_logits is not None:
         common = replace(common, max_logits=call.max_logits[heads.query(peers.rank)])  # a view
+    collect: Step = exchange.collect
+    if call.known is not None:
+        known, lse = call.known
+        common = replace(common, saved=SavedResult(lse, *exchange.spread((known,), (heads.query,))))
+        collect = lambda tensors, shares: [known.view_as(known)]  # noqa: E731 - no message: it is here
     out = inner(query, key, value, softmax_offset, common)
-    return _Exchanged.apply(exchange.collect, exchange.spread, (heads.query,), out)[0]
+    return _Exchanged.apply(collect, exchange.spread, (heads.query,), out)[0]
 
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor, offset: Tensor | None, call: AttentionCall) -> Tensor:

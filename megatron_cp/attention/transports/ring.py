@@ -46,15 +46,21 @@ class _Ring(torch.autograd.Function):
         visitor = as_read(key), as_read(value)
         if len(stops) > 1:  # sent and received in this memory order, equal at all stops
             visitor = visitor[0].contiguous(), visitor[1].contiguous()
-        result = OutputAccumulator(query, value.shape[-1])
-        size = forward_tiles(query, call)
-        for stop, onward in zip(stops, _hops(stops), strict=True):
-            arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
-            work = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, size)
-            attend(query, by_row(visitor), work, call, into=result)
-            if arriving is not None:
-                visitor = arriving.wait()
-        out, lse = result.finish(offset)
+        if call.known is not None:
+            out, lse = call.known
+            if len(stops) > 1:  # the last received block, in one hop
+                visitor = comm.hop(visitor, stops[-1] - stops[0], peers, comm.KV_TAG).wait()
+        else:
+            result = OutputAccumulator(query, value.shape[-1])
+            size = forward_tiles(query, call)
+            for stop, onward in zip(stops, _hops(stops), strict=True):
+                arriving = comm.hop(visitor, onward, peers, comm.KV_TAG) if onward else None
+                work = plan(call.layout, peers.rank, (peers.rank - stop) % peers.size, call.mask, size)
+                attend(query, by_row(visitor), work, call, into=result)
+                if arriving is not None:
+                    visitor = arriving.wait()
+            out, lse = result.finish(offset)
+            call.keep(lse)
         ctx.save_for_backward(query, *visitor, out, lse, offset)
         ctx.call, ctx.peers = call, peers
         return out

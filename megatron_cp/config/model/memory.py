@@ -62,5 +62,6 @@ class Memory:
         None, "tokens per rank whose MLP intermediates exist at one time; null: all", LAYOUT
     )
     mlp_chunks_for_training: int = size(1, "chunks of the sequence that an MLP computes one by one", LAYOUT)
+    attention_head_groups: int = size(1, "groups of heads that attention projects and computes one by one", LAYOUT)
     calculate_per_token_loss: bool = setting(True, "sum the loss and divide once by the number of unmasked tokens")
     deterministic_mode: bool = setting(False, "use deterministic kernels", LAYOUT)

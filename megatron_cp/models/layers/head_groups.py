@@ -1,0 +1,226 @@
+"""Self-attention that computes its heads in groups, one after the other.
+
+Queries, keys and values of all heads, and the copies that a transport exchanges, are several times as large as the
+layer's input. Here those of one group exist at a time, forward and backward. A group is some key/value heads with their
+query heads: neighbouring rows of ``linear_qkv``'s weight. What stays for the backward pass is the layer's input, the
+output, and the log-sum-exp of each query: queries, keys and values are projected and exchanged again, but attention is
+not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from megatron_cp.attention.context import SavedResult
+from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.config.names import NAME
+
+# (projection [s, b, queries + keys + values of a group], number of the group, result) -> output [s, b, heads * d]
+Attend = Callable[[Tensor, int, SavedResult], Tensor]
+
+
+class HeadGroupsAttention(SelfAttention):
+    """Self-attention by ``head_groups`` groups of heads.
+
+    For training and evaluation with megatron-core's column-parallel layer and this project's core attention.
+    """
+
+    linear_qkv: ProjectionByGroups
+
+    def __init__(self, *args: Any, head_groups: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.head_groups = head_groups
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map [s, b, h] to the output and bias of ``linear_proj``.
+
+        Raises ValueError for upstream's arguments of inference.
+        """
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise ValueError(
+                f"{NAME.model.attention_head_groups}: no inference with {given}. Fix: {NAME.model.attention_head_groups}=1"
+            )
+        skipped = self.config.no_rope_freq
+        if rotary_pos_emb is None or (skipped and skipped[self.layer_number - 1]):
+            angles = None
+        else:
+            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        cp_group = self.pg_collection.cp  # a microbatch's own, which is no longer set in the backward pass
+
+        def attend(mixed: Tensor, group: int, saved: SavedResult) -> Tensor:
+            query, key, value = self._split(mixed)
+            packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+            if packed:
+                query, key, value = (x.squeeze(1) for x in (query, key, value))
+            if angles is not None:
+                query, key = self._rotate((query, key), angles, packed_seq_params if packed else None, cp_group)
+            heads = query.shape[-2]
+            out = self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                heads=slice(group * heads, (group + 1) * heads),
+                saved=saved,
+            )
+            return out.reshape(*mixed.shape[:2], -1)
+
+        inside = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+        parameters = [each for module in (*inside, self.core_attention) for each in module.parameters()]
+        out = self.linear_qkv(hidden_states, attend, self.head_groups, self.hidden_size_per_attention_head, parameters)
+        return self.linear_proj(out)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a group's projection into normalized queries, keys and values, [s, b, heads, d]."""
+        size = self.hidden_size_per_attention_head
+        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        by_kv_head = mixed.unflatten(-1, (-1, (queries + 2) * size))
+        query, key, value = by_kv_head.split([queries * size, size, size], dim=-1)
+        query = query.reshape(*query.shape[:2], -1, size)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
+
+    def _rotate(
+        self, tensors: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], packed: PackedSeqParams | None, group: Any
+    ) -> Iterator[Tensor]:
+        """Yield queries and keys with rotary positions; ``packed``: bounds of a pack's sequences."""
+        bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+        if packed is not None:
+            padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+            plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
+            bounds = padded[0] if padded[0] is not None else plain[0], padded[1] if padded[1] is not None else plain[1]
+        for x, angle, cu_seqlens in zip(tensors, angles, bounds, strict=True):
+            scale = self._yarn_concentration_factor
+            yield apply_rotary_pos_emb(
+                x, angle, config=self.config, cu_seqlens=cu_seqlens, mscale=scale, cp_group=group
+            )
+
+
+class ProjectionByGroups(ColumnParallelLinear):
+    """``linear_qkv`` that projects a group of heads, attends, and goes on to the next.
+
+    Returns attention's output. A module of its own, whose call waits for its weights: the distributed optimizer may
+    still gather them.
+    """
+
+    def forward(self, hidden: Tensor, attend: Attend, groups: int, head_dim: int, parameters: list[Tensor]) -> Tensor:
+        """Map [s, b, h] to [s, b, heads * d]; ``parameters``: what ``attend`` uses beside its arguments."""
+        work = _Work(attend, groups, head_dim, self.tp_group, self.sequence_parallel, self.allreduce_dgrad)
+        return _ByGroups.apply(work, hidden, self.weight, self.bias, *parameters)
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What the groups have in common.
+
+    The input is gathered once for all groups, and its gradient reduced once: a message for each group would move as
+    many bytes again for each.
+    """
+
+    attend: Attend
+    groups: int
+    head_dim: int
+    tp_group: Any
+    sequence_parallel: bool
+    sum_gradients: bool
+
+    def rows(self, group: int, whole: int) -> slice:
+        share = whole // self.groups
+        return slice(group * share, (group + 1) * share)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(hidden, group=self.tp_group) if self.sequence_parallel else hidden
+
+    def reduce(self, gradient: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(gradient, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(gradient, self.tp_group) if self.sum_gradients else gradient
+
+    def project(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, group: int) -> Tensor:
+        rows = self.rows(group, weight.shape[0])
+        return F.linear(tokens, weight[rows], None if bias is None else bias[rows])
+
+
+class _ByGroups(torch.autograd.Function):
+    """All groups in one node, so that each parameter gets its gradient once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, hidden: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
+        tokens = work.gather(hidden)
+        whole: Tensor | None = None
+        denominators: list[Tensor | None] = []
+        for group in range(work.groups):
+            saved = SavedResult()
+            out = work.attend(work.project(tokens, weight, bias, group), group, saved)
+            if whole is None:
+                whole = out.new_empty((*out.shape[:-1], out.shape[-1] * work.groups))
+            whole[..., work.rows(group, whole.shape[-1])] = out
+            denominators.append(saved.lse)
+        assert whole is not None
+        ctx.save_for_backward(hidden, weight, bias, whole, *denominators, *parameters)
+        ctx.work = work
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        work, (dwhole,) = ctx.work, douts
+        hidden, weight, bias, whole, *rest = ctx.saved_tensors
+        denominators, parameters = rest[: work.groups], rest[work.groups :]
+        tokens = work.gather(hidden)
+        rows_of_tokens = tokens.flatten(0, 1)
+        dtokens = torch.empty_like(rows_of_tokens)
+        dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for group in range(work.groups):
+            columns, rows = work.rows(group, whole.shape[-1]), work.rows(group, weight.shape[0])
+            mixed = work.project(tokens, weight, bias, group).requires_grad_()
+            known = whole[..., columns].unflatten(-1, (-1, work.head_dim)).contiguous()
+            with torch.enable_grad():
+                out = work.attend(mixed, group, SavedResult(denominators[group], known))
+            del known
+            gradients = torch.autograd.grad(out, (mixed, *parameters), dwhole[..., columns], allow_unused=True)
+            del out, mixed
+            dmixed, *others = gradients
+            dmixed = dmixed.flatten(0, 1)
+            torch.mm(dmixed.t(), rows_of_tokens, out=dweight[rows])
+            if dbias is not None:
+                torch.sum(dmixed, 0, out=dbias[rows])
+            if group:
+                dtokens.addmm_(dmixed, weight[rows])
+            else:
+                torch.mm(dmixed, weight[rows], out=dtokens)
+            del gradients, dmixed
+            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
+        return None, work.reduce(dtokens.view_as(tokens)), dweight, dbias, *sums
