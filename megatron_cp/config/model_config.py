@@ -44,6 +44,11 @@ class ModelConfig(
         return groups or self.num_attention_heads
 
     @property
+    def attended_heads(self) -> int:
+        """Query heads of a tensor-parallel rank that attention computes, and exchanges, at one time."""
+        return max(1, self.num_attention_heads // max(1, self.tensor_model_parallel_size * self.attention_head_groups))
+
+    @property
     def has_local_rotary(self) -> bool:
         """Whether layers with a window have a separate rotary base."""
         return self.rotary_base_local is not None and self.position_embedding_type == "rope"

@@ -100,9 +100,11 @@ def _selected(
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     packed = packed_sizes(_with_transport(model, (ALL_TO_ALL.name, None)), config.dist, world_size)
+    groups = max(1, model.attention_head_groups)
+    groups = groups if model.kv_heads % groups == 0 else 1  # else the rules report an error
     found, restricted = possible_transports(
-        model.num_attention_heads,
-        model.kv_heads,
+        model.num_attention_heads // groups,  # attention has as many at one time
+        model.kv_heads // groups,
         model.tensor_model_parallel_size,
         model.context_parallel_size,
         window=has_window(model),

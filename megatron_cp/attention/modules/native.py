@@ -128,7 +128,7 @@ class ContextParallelAttention(MegatronModule):
         if packed and query.ndim == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         out = attend_in_context(
-            self._context_of(packed_seq_params),
+            self._context_of(packed_seq_params, query.shape[-2]),
             query,
             key,
             value,
@@ -175,11 +175,11 @@ class ContextParallelAttention(MegatronModule):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def _context_of(self, packed_seq_params: PackedSeqParams | None) -> CPContext:
+    def _context_of(self, packed_seq_params: PackedSeqParams | None, heads: int) -> CPContext:
         if packed_seq_params is None:
             return self.context
         if packed_seq_params.cp_group is not None:
-            return self._context_of_microbatch(packed_seq_params)
+            return self._context_of_microbatch(packed_seq_params, heads)
         if packed_seq_params.local_cp_size is None:
             return self.context
         if packed_seq_params.local_cp_size != 1:
@@ -189,10 +189,9 @@ class ContextParallelAttention(MegatronModule):
             )
         return CPContext.alone(self.cp_comm_type)
 
-    def _context_of_microbatch(self, packed: Any) -> CPContext:
-        """Return the context of a microbatch's group, with two levels where needed."""
+    def _context_of_microbatch(self, packed: Any, heads: int) -> CPContext:
+        """Return the context of a microbatch's group, with two levels where ``heads`` need them."""
         transport, levels = transport_named(self.cp_comm_type), getattr(packed, "cp_levels", None)
-        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         too_many = any(heads % ranks for ranks in transport.head_ranks(packed.cp_group.size(), None))
         in_two_levels = transport.in_two_levels if too_many else transport.name if transport.hierarchical else None
         if levels is not None and in_two_levels is not None:

@@ -60,9 +60,8 @@ class HeadGroupsAttention(SelfAttention):
         Raises ValueError for upstream's arguments of inference.
         """
         if given := [name for name, value in unused.items() if value is not None]:
-            raise ValueError(
-                f"{NAME.model.attention_head_groups}: no inference with {given}. Fix: {NAME.model.attention_head_groups}=1"
-            )
+            setting = NAME.model.attention_head_groups
+            raise ValueError(f"{setting}={self.head_groups}: no inference with {given}. Fix: {setting}=1")
         skipped = self.config.no_rope_freq
         if rotary_pos_emb is None or (skipped and skipped[self.layer_number - 1]):
             angles = None

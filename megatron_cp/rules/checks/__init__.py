@@ -7,6 +7,7 @@ from megatron_cp.rules.checks.model import (
     attention,
     experts,
     fusions,
+    head_groups,
     heads,
     layer_variants,
     loss,

@@ -33,7 +33,7 @@ def build_dynamic_groups(
     if not blocks:
         return None
     domain = layout.dp * layout.cp
-    tp, transports = model.tensor_model_parallel_size, known_transports(model.transports)
+    transports = known_transports(model.transports)
     found = DynamicGroups(
         layout,
         blocks=blocks,
@@ -41,7 +41,7 @@ def build_dynamic_groups(
         timeout_minutes=distributed.distributed_timeout_minutes,
         a2a_size=partial(
             all_to_all_size,
-            heads=max(1, model.num_attention_heads // tp),
+            heads=model.attended_heads,
             ranks_per_node=head_exchange_ranks(model) if any(t.hierarchical for t in transports) else domain,
         )
         if any(t.exchanges_heads for t in transports)

@@ -163,7 +163,7 @@ def record_groups(folder: str) -> None:
     original = ContextParallelAttention.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        size = self._context_of(kwargs.get("packed_seq_params")).size
+        size = self._context_of(kwargs.get("packed_seq_params"), args[0].shape[-2]).size
         with open(f"{folder}/groups{os.environ['RANK']}", "a") as file:
             file.write(f"{'training' if self.training else 'evaluation'} {size}\n")
         return original(self, *args, **kwargs)

@@ -103,6 +103,11 @@ def _offloaded(c: Context) -> Iterator[Finding]:
 def _modules(c: Context) -> Iterator[Finding]:
     model, field = c.model, NAME.model.recompute_modules
     on_cpu, parts = c.environment.device == "cpu", model.layer_letters
+    if model.attention_head_groups > 1 and "core_attn" in (chosen := model.recompute_modules or ["core_attn"]):
+        message = f"core_attn has no effect with {NAME.model.attention_head_groups}: its inputs are not kept anyway"
+        others = [name for name in chosen if name != "core_attn"]
+        fix = typed(field, others) if others else f"{NAME.model.recompute_granularity}=null {field}=null"
+        yield Finding(field, message, fix, severity="warning")
     allowed = {"core_attn": True, "mlp": not model.add_bias_linear, "layernorm": c.te_layers}
     allowed |= {"moe": "E" in parts, "mla_up_proj": model.multi_latent_attention and not on_cpu}
     for name in model.recompute_modules or []:

@@ -1,0 +1,58 @@
+"""D rules: attention by groups of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_cp.config.names import NAME
+from megatron_cp.rules.base import Context, Finding, broken, rule
+from megatron_cp.rules.proposals import closest, divisors
+
+_FIELD = NAME.model.attention_head_groups
+
+
+@rule(
+    "D14",
+    "Groups of heads divide a rank's key/value heads, and an all-to-all divides each group's query heads.",
+    "A group is whole key/value heads with their query heads: neighbouring rows of the projection's weight. An "
+    "all-to-all gives each of its ranks whole query heads of each group.",
+    broken(model=dict(attention_head_groups=3)),
+)
+def head_groups_divide_heads(c: Context) -> Iterator[Finding]:
+    groups, heads, kv_heads = c.model.attention_head_groups, c.local_heads, c.local_kv_heads
+    splits = [size for _, size in c.head_splits() if heads % size == 0]  # else D1 or D2 finds it
+
+    def fits(count: int) -> bool:
+        return kv_heads % count == 0 and all(heads // count % size == 0 for size in splits)
+
+    if groups < 2 or fits(groups):
+        return
+    possible = closest(filter(fits, divisors(kv_heads)), groups)
+    message = f"{kv_heads} key/value heads of a tensor-parallel rank are not divisible by {groups} groups"
+    if kv_heads % groups == 0:
+        message = (
+            f"{heads} query heads of a tensor-parallel rank are {heads // groups} in each of {groups} groups, which "
+            f"are not divisible by the {max(splits)} ranks of the all-to-all"
+        )
+    yield Finding(_FIELD, message, values=possible)
+
+
+@rule(
+    "D15",
+    "Groups of heads are for plain self-attention in megatron-core's layers.",
+    "Latent attention projects all heads from shared vectors, in other layers. An output gate needs the output before "
+    "and after it. Transformer Engine's layers do not project a part of their rows, and its attention does not start "
+    "its backward pass from an output that is known.",
+    broken(model=dict(attention_head_groups=2, attention_output_gate=True)),
+)
+def head_groups_need_plain_attention(c: Context) -> Iterator[Finding]:
+    model = c.model
+    if model.attention_head_groups < 2:
+        return
+    if model.multi_latent_attention:
+        yield Finding(_FIELD, "is not for latent attention", "=1")
+    elif model.attention_output_gate:
+        yield Finding(_FIELD, f"cannot be combined with {NAME.model.attention_output_gate}", "=1")
+    elif c.te_layers or c.backend == "te":
+        local = f"{NAME.model.transformer_impl}=local {NAME.model.attention_backend}=native"
+        yield Finding(_FIELD, "needs megatron-core's layers, but the layers are Transformer Engine's", local, "=1")
