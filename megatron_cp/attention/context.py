@@ -124,10 +124,13 @@ class AttentionCall:
 
     @property
     def known(self) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exp of an earlier call."""
+        """Output and log-sum-exp of an earlier call.
+
+        The output is a view. As a result of this call it would refer to the call, which refers to it.
+        """
         if self.saved is None or self.saved.out is None or self.saved.lse is None:
             return None
-        return self.saved.out, self.saved.lse
+        return self.saved.out.view_as(self.saved.out), self.saved.lse
 
     def keep(self, lse: Tensor) -> None:
         """Set the log-sum-exp for a second call, if one was announced."""

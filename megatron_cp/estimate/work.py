@@ -69,6 +69,14 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     forward = rank.products(*shapes).plus(rotated).plus(core).plus(_around(model, rank, False))
     backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
+    if (count := model.attention_head_groups) > 1:
+        # The backward pass projects, rotates and exchanges again. Each group starts kernels of its own.
+        projected = rank.products(shapes[0]).plus(rotated)
+        exchanged = core._replace(attention=0.0, elementwise=0.0, kernels=0)
+        more = sum(each.kernels for each in (projected, core)) * (count - 1)
+        forward = forward.plus(NOTHING._replace(kernels=more))
+        backward = backward.plus(projected).plus(exchanged).plus(NOTHING._replace(kernels=3 * more))
+        modules["core_attn"] = NOTHING  # its inputs are not kept
     again = _recomputed(model, modules, forward)
     return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))
 
@@ -93,7 +101,9 @@ def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, 
         work = Work(
             attention=seconds,
             elementwise=scores / device.memory_bandwidth + merged,
-            cp=_exchanged(rank, transport, heads * (qk + v), groups * (qk + v), seconds, backward),
+            cp=_exchanged(
+                rank, transport, heads * (qk + v), groups * (qk + v), seconds, backward, model.attention_head_groups
+            ),
             kernels=(2 if backward else 1) * rings * (4 if device.score_bytes else 1),
         )
         total = total.plus(work, 1 / len(transports))
@@ -107,13 +117,14 @@ def _ring_size(rank: Rank, transport: Transport) -> int:
 
 
 def _exchanged(
-    rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool
+    rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool, groups: int
 ) -> float:
     """Estimate exposed seconds of a transport.
 
     queries: elements per token of queries and outputs.
     keys: elements per token of keys and values.
     attention: seconds of the attention kernels, which ring messages overlap.
+    groups: of heads, whose messages are sent one after the other.
     """
     if rank.cp == 1:
         return 0.0
@@ -122,7 +133,8 @@ def _exchanged(
     seconds = 0.0
     if HEADS in transport.levels and of_heads > 1:
         for elements, messages in ((queries / 2 + keys, 3), (queries / 2, 1)):  # queries, keys and values; then outputs
-            seconds += links.exchange(of_heads, rank.tp, rank.tokens * elements * rank.item, messages)
+            held = rank.tokens * elements * rank.item / groups
+            seconds += groups * links.exchange(of_heads, rank.tp, held, messages)
     if ring > 1:
         stride, held = rank.tp * of_heads, rank.tokens * keys * rank.item * (2 if backward else 1)
         if transport.hops or transport.hierarchical:

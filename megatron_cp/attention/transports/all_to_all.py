@@ -66,7 +66,7 @@ def with_heads_exchanged(
     if call.known is not None:
         known, lse = call.known
         common = replace(common, saved=SavedResult(lse, *exchange.spread((known,), (heads.query,))))
-        collect = lambda tensors, shares: [known.view_as(known)]  # noqa: E731 - no message: it is here
+        collect = lambda tensors, shares: [known]  # noqa: E731 - no message: it is here
     out = inner(query, key, value, softmax_offset, common)
     return _Exchanged.apply(collect, exchange.spread, (heads.query,), out)[0]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
+from megatron_cp.estimate.memory.head_groups import by_groups
 from megatron_cp.estimate.memory.local_blocks import (
     after_steps,
     column_step,
@@ -42,8 +43,9 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     channels = model.kv_channels or model.hidden_size // heads
     q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
     width = q + 2 * k
-    steps = [*norm_steps(model, b, "attention"), column_step(model, b, "attention", width / b)]
-    steps.append(Step({}, 2 * width))
+    steps = norm_steps(model, b, "attention")
+    norms = len(steps)
+    steps += [column_step(model, b, "attention", width / b), Step({}, 2 * width)]
     together = model.kv_heads not in (heads, tp)  # queries are put together from groups of heads
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
@@ -66,6 +68,9 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
+    if model.attention_head_groups > 1:
+        copied = q if exchanges_heads(model) else 0.0  # the output, before it is exchanged again
+        steps = [*steps[:norms], by_groups(model, b, steps[norms + 1 :], q, width, copied)]
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
