@@ -9,11 +9,11 @@ from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, Step, cost_of
 
 
-def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, width: float, copied: float) -> Step:
+def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, width: float, exchanged: bool) -> Step:
     """Return projection and attention as one step.
 
-    Sizes are bytes a token of all heads: ``q`` of the output, ``width`` of the projection, ``copied`` of other tensors
-    that a group needs. ``inside``: the steps from the projection's output to attention's.
+    ``inside``: the steps from the projection's output to attention's. ``q``, ``width``: bytes a token of output and
+    projection, for all heads. ``exchanged``: a transport copies them.
     """
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
@@ -21,8 +21,12 @@ def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, widt
     beside = q + whole  # gradients of the output and of the input
     if model.sequence_parallel:
         beside += whole  # the input of all tensor-parallel ranks
+    # A group's output is copied; its gradient is a part of all heads', unless it is exchanged.
+    others = (q if exchanged else -q) - lse
+    if not any((ATTENTION, "qkv") in step.keeps for step in inside):
+        others += width  # the projection stays until its gradient is complete
     moments = [
-        Moment({}, beside + (sum(each.kept.values()) + each.gradients + copied - lse) / groups, whole * width)
+        Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, whole * width)
         for each in cost_of(inside, 0.0).moments
     ]
     return Step(keeps, 0.0, again=moments)

@@ -69,8 +69,7 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     if model.attention_head_groups > 1:
-        copied = q if exchanges_heads(model) else 0.0  # the output, before it is exchanged again
-        steps = [*steps[:norms], by_groups(model, b, steps[norms + 1 :], q, width, copied)]
+        steps = [*steps[:norms], by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model))]
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
