@@ -95,7 +95,7 @@ class CPContext:
 
 @dataclass
 class SavedResult:
-    """What a call's kernels computed, for a second call that only prepares the backward pass.
+    """Result of a call's kernels, for a second call that has a backward pass only.
 
     A call without ``out`` sets ``lse``, the log-sum-exp of all keys in the transport's own order. A call with both
     starts no kernel, and returns ``out`` [s_local, b, heads, d]. So a caller may drop queries, keys and values after

@@ -45,7 +45,7 @@ class ModelConfig(
 
     @property
     def attended_heads(self) -> int:
-        """Query heads of a tensor-parallel rank that attention computes, and exchanges, at one time."""
+        """Query heads of a tensor-parallel rank that attention exchanges at one time."""
         return max(1, self.num_attention_heads // max(1, self.tensor_model_parallel_size * self.attention_head_groups))
 
     @property

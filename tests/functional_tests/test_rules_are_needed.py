@@ -59,6 +59,8 @@ ERROR = {
     "C7": r"hierarchical\[0\] must be an integer of at least 1",
     "D1": "query has 6 heads on this rank, which are not divisible",
     "D2": "query has 9 heads on this rank, which are not divisible",
+    "D14": "shape|divisible|size of tensor",
+    "D15": "shape|size of tensor",
     "E11": "attention_dropout=0.1 is not supported",
     "G1": "Cannot average in collective when calculating per-token loss!",
     "H6": "world size 4 is not divisible by tp \\* pp \\* cp = 3",

@@ -190,7 +190,10 @@ class ContextParallelAttention(MegatronModule):
         return CPContext.alone(self.cp_comm_type)
 
     def _context_of_microbatch(self, packed: Any, heads: int) -> CPContext:
-        """Return the context of a microbatch's group, with two levels where ``heads`` need them."""
+        """Return the context of a microbatch's group.
+
+        It has two levels where the group does not divide ``heads``.
+        """
         transport, levels = transport_named(self.cp_comm_type), getattr(packed, "cp_levels", None)
         too_many = any(heads % ranks for ranks in transport.head_ranks(packed.cp_group.size(), None))
         in_two_levels = transport.in_two_levels if too_many else transport.name if transport.hierarchical else None

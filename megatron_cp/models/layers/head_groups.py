@@ -96,7 +96,7 @@ class HeadGroupsAttention(SelfAttention):
         return self.linear_proj(out)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a group's projection into normalized queries, keys and values, [s, b, heads, d]."""
+        """Split a group's projection into queries, keys and values, [s, b, heads, d]."""
         size = self.hidden_size_per_attention_head
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         by_kv_head = mixed.unflatten(-1, (-1, (queries + 2) * size))
@@ -111,7 +111,7 @@ class HeadGroupsAttention(SelfAttention):
     def _rotate(
         self, tensors: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], packed: PackedSeqParams | None, group: Any
     ) -> Iterator[Tensor]:
-        """Yield queries and keys with rotary positions; ``packed``: bounds of a pack's sequences."""
+        """Yield queries and keys with rotary positions; ``packed`` has the bounds."""
         bounds: tuple[Tensor | None, Tensor | None] = (None, None)
         if packed is not None:
             padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
@@ -132,7 +132,10 @@ class ProjectionByGroups(ColumnParallelLinear):
     """
 
     def forward(self, hidden: Tensor, attend: Attend, groups: int, head_dim: int, parameters: list[Tensor]) -> Tensor:
-        """Map [s, b, h] to [s, b, heads * d]; ``parameters``: what ``attend`` uses beside its arguments."""
+        """Map [s, b, h] to [s, b, heads * d].
+
+        ``parameters``: other parameters that ``attend`` uses.
+        """
         work = _Work(attend, groups, head_dim, self.tp_group, self.sequence_parallel, self.allreduce_dgrad)
         return _ByGroups.apply(work, hidden, self.weight, self.bias, *parameters)
 

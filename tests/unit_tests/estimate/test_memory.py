@@ -54,12 +54,23 @@ _DEPTHS = dict(
     model__recompute_granularity="selective",
     model__recompute_modules=["mlp"],
 )
+_GROUPS = dict(  # so that attention has the peak
+    model__attention_head_groups=2,
+    model__ffn_hidden_size=32,
+    model__cross_entropy_chunk_size=64,
+    model__recompute_granularity="full",
+    model__recompute_method="uniform",
+    model__recompute_num_layers=1,
+    dataset__seq_length=1024,
+    train__micro_batch_size=1,
+)
 LAYOUTS = {
     "dropout and sandwich norms": (1, dict(model__hidden_dropout=0.1, model__sandwich_norm=True)),
     "sequence parallel": (2, dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True)),
     "gathered keys": (2, dict(model__context_parallel_size=2, model__cp_comm_type="all_gather")),
     "interleaved stages, few microbatches": (2, _STAGES | dict(train__global_batch_size=2)),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
+    "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),
     "Mamba": (1, _MAMBA),
     "depths of pieces of the loss": (1, _DEPTHS),
     "MLPs and experts in tiles": (1, _TILES),

@@ -13,7 +13,7 @@ from tests.training_runs import Losses, train_losses, worst_difference
 from tests.unit_tests.models.gemma3 import GEMMA3
 from tests.unit_tests.models.hybrids import FURTHER
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, LAYOUTS, PP2, SP, TP2, VPP2
-from tests.unit_tests.training.layouts.test_model_variants import EP2, ETP1, FULL, MLA, SHARED
+from tests.unit_tests.training.layouts.test_model_variants import EP2, ETP1, FULL, HEAD_GROUPS, MLA, SHARED
 
 Overrides = dict[str, Any]
 STEPS = 3
@@ -28,6 +28,12 @@ MODELS: dict[str, tuple[Overrides, int, Overrides]] = {
     "pp2 vpp2": ({}, 2, PP2 | VPP2),
     "tp2 cp2, decentralized": ({}, 4, TP2 | CP2 | {"dist__use_decentralized_pg": True}),
     "full recomputation, cp2": ({}, 2, CP2 | FULL),
+    "groups of heads, tp2 sp cp2": ({}, 4, TP2 | SP | CP2 | HEAD_GROUPS),
+    "groups of heads, hybrid, two tokens further, tp2 sp cp2": (
+        FURTHER | {"model__sandwich_norm": False},
+        4,
+        TP2 | SP | CP2 | HEAD_GROUPS,
+    ),
     "two tokens further, pp2 cp2": (MTP, 4, PP2 | CP2),
     "two tokens further, tp2 sp cp2": (MTP, 4, TP2 | SP | CP2),
     "experts, ep2 cp2": (SHARED, 4, EP2 | CP2),

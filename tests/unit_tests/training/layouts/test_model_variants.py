@@ -12,7 +12,7 @@ from megatron_cp.training.step import train_step
 from megatron_cp.verify.reduce import ADAM_EPS
 from tests.ranks import run_ranks
 from tests.training_runs import Losses, start, tiny_config, train_losses, worst_difference
-from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2, batch_for, layers_for
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, MIXED, PP2, SP, TP2, VPP2, batch_for, layers_for
 
 STEPS = 3  # the warm-up begins with a rate of zero: the third step is the first with other weights
 Overrides = dict[str, Any]
@@ -80,6 +80,7 @@ YARN = {
     "model__yarn_original_max_position_embeddings": 8,
 }
 SHARPER = {"model__yarn_mscale": 0.7, "model__yarn_mscale_all_dim": 1.0}
+HEAD_GROUPS = {"model__attention_head_groups": 2}
 FULL = {"model__recompute_granularity": "full", "model__recompute_method": "uniform", "model__recompute_num_layers": 1}
 
 # A weight at which the balance is a tenth of the gradient.
@@ -105,6 +106,20 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "tied embeddings, pp2 cp2": ({"model__share_embeddings_and_output_weights": True}, 4, PP2 | CP2),
     "tied embeddings, tp2 cp2": ({"model__share_embeddings_and_output_weights": True}, 4, TP2 | CP2),
     "classic GPT, tp2 sp cp2": (CLASSIC, 4, TP2 | SP | CP2),
+    "groups of heads, sinks and windows, a layer each": (GPT_OSS, 4, CP4 | MIXED | HEAD_GROUPS),
+    "groups of heads, qk layernorm, recomputed, tp2 sp cp2": (
+        {"model__qk_layernorm": True},
+        4,
+        TP2 | SP | CP2 | FULL | HEAD_GROUPS,
+    ),
+    "groups of heads, classic GPT, tp2 sp cp2": (CLASSIC, 4, TP2 | SP | CP2 | HEAD_GROUPS),
+    "groups of heads, multi-token prediction, pp2 cp2": ({"model__mtp_num_layers": 2}, 4, PP2 | CP2 | HEAD_GROUPS),
+    "groups of heads, yarn, hcp, decentralized": (
+        YARN,
+        4,
+        CP4 | HCP | HEAD_GROUPS | {"dist__use_decentralized_pg": True},
+    ),
+    "groups of heads, overlapped reductions, dp2 cp2": ({}, 4, CP2 | OVERLAPPED | HEAD_GROUPS),
     "classic GPT, pp2 cp2": (CLASSIC, 4, PP2 | CP2),
     "qk layernorm, tp2 sp cp2": ({"model__qk_layernorm": True}, 4, TP2 | SP | CP2),
     "mha, hcp": (MHA, 4, CP4 | HCP),
@@ -200,6 +215,11 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
 }
 # Other layouts of models in the fast part, or parts of its models.
 SLOW = (
+    "groups of heads, qk layernorm, recomputed, tp2 sp cp2",
+    "groups of heads, classic GPT, tp2 sp cp2",
+    "groups of heads, multi-token prediction, pp2 cp2",
+    "groups of heads, yarn, hcp, decentralized",
+    "groups of heads, overlapped reductions, dp2 cp2",
     "mha, hcp",
     "sliding window, hcp",
     "llama 3 rope scaling, hcp",

@@ -133,6 +133,7 @@ CASES: dict[str, tuple[Overrides, int, Overrides]] = {
     "pp2 cp2": ({}, 4, PP2 | CP2),
     "recomputed, cp2": ({}, 2, CP2 | RECOMPUTED),
     "multi-query, a2a": ({"model__num_query_groups": 1}, 2, CP2 | over("a2a")),
+    "groups of heads, a2a": (BIASES, 2, CP2 | over("a2a") | {"model__attention_head_groups": 4}),
     "windows, cp2": (WINDOW, 2, CP2),
     "output gate, tp2 cp2": (GATE, 4, TP2 | CP2),
     "biases, tp2 cp2": (BIASES, 4, TP2 | CP2),
