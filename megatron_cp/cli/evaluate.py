@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return _measure(parser, args, argv, name, _overrides(group_size), lambda: _evaluation(paths, name))
     if args.name:
         parser.error("--name is of results on files. Fix: name files, or leave out --name")
-    if not config.validation.eval_iters:
+    if not config.validation.evaluates:
         parser.error(f"{NAME.validation.eval_iters}=0: no batch to measure. Fix: {NAME.validation.eval_iters}=10")
     return run_or_start("evaluate", parser, args, argv, _SWITCH)
 
@@ -107,7 +107,8 @@ def _overrides(group_size: int | None) -> list[str]:
 
     ``group_size``: of the groups; None if training has packs.
     """
-    found = [_SWITCH, f"{NAME.validation.eval_iters}=1", f"{NAME.dataset.reset_position_ids}=false"]
+    found = [_SWITCH, f"{NAME.validation.eval_iters}=1", f"{NAME.validation.full_validation}=false"]
+    found += [f"{NAME.dataset.reset_position_ids}=false"]
     # The run's own data are not read, so their division does not matter.
     found.append(f"{NAME.dataset.split}='1,1,1'")
     found += [f"{name}=null" for name in (NAME.dataset.valid_data_path, NAME.dataset.test_data_path)]

@@ -148,6 +148,11 @@ class RunConfig:
         batch, micro = own.eval_global_batch_size, own.eval_micro_batch_size
         return batch or train.global_batch_size, micro or train.micro_batch_size
 
+    @property
+    def evaluation_samples(self) -> int:
+        """Samples of an evaluation; at least as many with ``validation.full_validation``, where the data decide."""
+        return 1 if self.validation.full_validation else self.validation.eval_iters * self.evaluation_batch[0]
+
 
 def _kind_of_data(
     data_path: str | list[str | int | float] | None, packed: bool

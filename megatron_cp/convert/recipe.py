@@ -131,8 +131,8 @@ def continued_pretraining(
         ),
         Group(
             "validation",
-            {"eval_interval": _INTERVAL, "eval_iters": 10},
-            "The loss on 10 batches of held-out data, at each interval and at the end.",
+            {"eval_on_start": True, "eval_interval": _INTERVAL, "eval_iters": 10},
+            "The loss on 10 batches of held-out data: of the imported weights, at each interval and at the end.",
         ),
         Group(
             "checkpoint",

@@ -10,7 +10,10 @@ import re
 
 from megatron_cp.config.names import NAME
 
-ALL_FOR_TRAINING = f"\"{NAME.dataset.split}='1,0,0'\" {NAME.validation.eval_iters}=0 (all documents for training)"
+ALL_FOR_TRAINING = (
+    f"\"{NAME.dataset.split}='1,0,0'\" {NAME.validation.eval_iters}=0 {NAME.validation.full_validation}=false "
+    "(all documents for training)"
+)
 
 
 def shares(split: str) -> list[float]:

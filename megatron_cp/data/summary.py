@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from megatron_cp.config.names import NAME
-from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig, TrainConfig
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig, TrainConfig, ValidationConfig
 from megatron_cp.data.samples.contents import Contents, HasSources
 from megatron_cp.data.samples.split_files import paths_of
 
@@ -54,12 +54,14 @@ class TokensUsed(NamedTuple):
     first: int
     last: int
     batch_size: int
-    eval_iters: int
+    validation: ValidationConfig
     eval_batch_size: int
 
-    @property
-    def evaluation_samples(self) -> int:
-        return self.eval_iters * self.eval_batch_size
+    def evaluation_samples(self, dataset: HasSources) -> float:
+        """Return the samples of ``dataset`` in one evaluation."""
+        if self.validation.full_validation:
+            return sum(source.samples for source in dataset.sources())
+        return self.validation.eval_iters * self.eval_batch_size
 
 
 def log_data(
@@ -67,7 +69,7 @@ def log_data(
 ) -> None:
     """Log the data of a run."""
     mock, uses = _is_mock(data), _uses(datasets, taken)
-    logger.log(logging.WARNING if mock else logging.INFO, _data_line(data, datasets, uses, taken.eval_iters > 0))
+    logger.log(logging.WARNING if mock else logging.INFO, _data_line(data, datasets, uses, taken.validation.evaluates))
     if not mock or data.length_mixture is not None:
         for line in _file_lines(uses):
             logger.info(line)
@@ -151,14 +153,17 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
 
 def _evaluated_again(datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
     """Yield a warning for each held-out part that one evaluation repeats."""
-    wanted, batch = taken.evaluation_samples, taken.eval_batch_size
+    batch = taken.eval_batch_size
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
-        samples = wanted if dataset is None else sum(source.samples for source in dataset.sources())
+        if dataset is None:
+            continue
+        wanted, samples = taken.evaluation_samples(dataset), sum(source.samples for source in dataset.sources())
         if samples < wanted:
             fewer = f"{NAME.validation.eval_iters}={int(samples / batch)}, or " if samples >= batch else ""
             yield (
-                f"{NAME.validation.eval_iters}={taken.eval_iters}: an evaluation uses {_number(wanted)} {part} samples "
-                f"and repeats them, as there are only {_number(samples)}. Fix: {fewer}more data for {part}."
+                f"{NAME.validation.eval_iters}={taken.validation.eval_iters}: an evaluation uses {_number(wanted)} "
+                f"{part} samples and repeats them, as there are only {_number(samples)}. "
+                f"Fix: {fewer}more data for {part}."
             )
 
 
@@ -181,8 +186,8 @@ def _uses(datasets: Datasets, run: TokensUsed) -> list[_Use]:
     dataset = next((part for part in _parts(datasets) if part is not None), None)
     if dataset is None:
         return []
-    first, last = (run.first, run.last) if datasets.train is not None else (0, run.evaluation_samples)
-    taken = zip(dataset.sources(), dataset.taken(first), dataset.taken(last), strict=True)
+    first, last = (run.first, run.last) if datasets.train is not None else (0, run.evaluation_samples(dataset))
+    taken = zip(dataset.sources(), dataset.taken(first), dataset.taken(int(last)), strict=True)
     return [_Use(source, after - before, after) for source, before, after in taken]
 
 

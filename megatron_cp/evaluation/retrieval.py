@@ -12,9 +12,9 @@ from megatron_cp.data.needles.request import NeedleRequest
 from megatron_cp.data.needles.scores import scores_of
 from megatron_cp.data.text.tokenizers import Tokenizer
 from megatron_cp.evaluation.run import finish, measure, origin_of
-from megatron_cp.evaluation.samples import EverySample
 from megatron_cp.report import evaluations as results
 from megatron_cp.report import needles as pictures
+from megatron_cp.training.held_out.samples import EverySample
 from megatron_cp.training.loop import TrainResult
 from megatron_cp.training.train import Started, Work
 

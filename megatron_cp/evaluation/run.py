@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,18 +17,18 @@ from megatron_cp.common.terminal import say
 from megatron_cp.config.names import NAME
 from megatron_cp.data.samples.varlen import DocumentDataset
 from megatron_cp.data.text.tokenizers import Tokenizer
-from megatron_cp.evaluation.counts import Counts, count_tokens
 from megatron_cp.evaluation.files import check_files, open_sources, text_bytes
 from megatron_cp.evaluation.paths import describe
-from megatron_cp.evaluation.samples import EverySample
 from megatron_cp.parallel.collectives import max_over_ranks, run_on_all_ranks, sum_over_ranks
 from megatron_cp.report import evaluations as results
 from megatron_cp.training.checkpoint.resume import ResumePoint
 from megatron_cp.training.checkpoint.saver import load_checkpoint
-from megatron_cp.training.loop import TrainResult, exit_code_of
+from megatron_cp.training.held_out.counts import Counts, batches_of, count_tokens
+from megatron_cp.training.held_out.samples import EverySample
+from megatron_cp.training.loop import TrainResult
 from megatron_cp.training.monitor.metrics import logger
 from megatron_cp.training.setup import Run, setup
-from megatron_cp.training.signals import SignalWatch
+from megatron_cp.training.signals import SignalWatch, exit_code_of
 from megatron_cp.training.train import Started, Work
 
 
@@ -57,8 +56,6 @@ def measure(started: Started, samples: EverySample) -> Measured:
     """Load the checkpoint and count every sample. Collective."""
     config, _, vocab_size, start, health = started
     assert start is not None  # an evaluation without a checkpoint is refused
-    batches = -(-len(samples) // config.evaluation_batch[0])
-    config = replace(config, validation=replace(config.validation, eval_iters=batches))
     ready = setup(config, vocab_size)
     health.doing = lambda: "evaluation"
     load_checkpoint(ready, start.root, start.iteration, True)
@@ -69,7 +66,7 @@ def measure(started: Started, samples: EverySample) -> Measured:
         start.root,
         len(samples),
         config.dataset.seq_length,
-        batches,
+        batches_of(ready, samples),
     )
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch:
 

@@ -42,8 +42,7 @@ def preview(case: Case, step: int, num_decoded: int, most: int | None, *, as_dat
         case = replace(case, config=config)
     iterations, batch = config.train.train_iters or 0, config.train.global_batch_size
     datasets = build_training_data(case, tokenizer, step)
-    evaluated = config.validation.eval_iters, config.evaluation_batch[0]
-    used = TokensUsed(0, iterations * batch, batch, *evaluated)
+    used = TokensUsed(0, iterations * batch, batch, config.validation, config.evaluation_batch[0])
     log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, used)
     train_data = cast("HasSources", datasets.train)
     seen = read_step(case, datasets.train, step, num_decoded)

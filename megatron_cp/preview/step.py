@@ -68,7 +68,7 @@ def build_training_data(case: Case, tokenizer: Tokenizer, last_step: int) -> Dat
     """
     config = case.config
     samples = max(config.train.train_iters or 0, last_step) * config.train.global_batch_size
-    evaluated = config.validation.eval_iters * config.evaluation_batch[0]
+    evaluated = config.evaluation_samples
     return build_datasets(
         config.dataset, tokenizer, samples, evaluated, evaluated if has_test_part(config.dataset) else 0
     )

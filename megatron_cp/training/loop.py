@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
-from megatron_cp.common.errors import EXIT_OF_SIGNAL
 from megatron_cp.common.jsonl_log import METRICS, read_lines
 from megatron_cp.data.samples.datasets import Datasets
-from megatron_cp.data.samples.streams import Stream
 from megatron_cp.estimate.flops import training_flops
-from megatron_cp.parallel.collectives import max_over_ranks
 from megatron_cp.training.batches import Step, Steps
 from megatron_cp.training.checkpoint.saver import CheckpointSaver, SaveResult
+from megatron_cp.training.held_out.evaluate import evaluate_all, evaluate_part
 from megatron_cp.training.monitor.loss_spikes import SpikeWatch
 from megatron_cp.training.monitor.metrics import Reporter, logger
 from megatron_cp.training.monitor.phases import PHASES, peak_memory_bytes
@@ -30,8 +26,8 @@ from megatron_cp.training.monitor.step_report import StepReport
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.optimizer import ScheduledValues, scheduled_values
 from megatron_cp.training.setup import Run
-from megatron_cp.training.signals import SignalWatch
-from megatron_cp.training.step import StepResult, evaluate, train_step
+from megatron_cp.training.signals import SignalWatch, exit_code_of
+from megatron_cp.training.step import StepResult, train_step
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,10 @@ def train(
     ):
         if data_state is not None:
             steps.load_state_dict(data_state)
-        run.phases.forget()  # setup time belongs to no step
+        first_look = config.validation.eval_on_start and progress.iteration == 0
+        if first_look and (stop := evaluate_part(run, "validation", datasets.valid, reporter, watch)):
+            return TrainResult(exit_code_of(stop, 0), 0, folder)
+        run.phases.forget()  # time before the first step belongs to no step
         while progress.iteration < config.train.iterations:
             with profiler.step(progress.iteration):
                 began = time.perf_counter()
@@ -122,7 +121,7 @@ def train(
             if not stop and _due(
                 iteration, config.validation.eval_interval
             ):  # after the save, because evaluation may take long
-                stop = _evaluate(run, "validation", datasets.valid, reporter, watch)
+                stop = evaluate_part(run, "validation", datasets.valid, reporter, watch)
                 evaluated_at = iteration
             if stop or result.report.out_of_time or _due(iteration, config.train.exit_interval):
                 exit_code = exit_code_of(stop, iteration)
@@ -133,24 +132,6 @@ def train(
         if not exit_code and progress.iteration == config.train.iterations:
             exit_code = evaluate_all(run, datasets, reporter, watch, again=evaluated_at != progress.iteration)
     return TrainResult(exit_code, progress.iteration, Path(config.checkpoint.save or ""), first_loss, last_loss)
-
-
-def evaluate_all(run: Run, datasets: Datasets, reporter: Reporter, watch: SignalWatch, again: bool = True) -> int:
-    """Evaluate all held-out data and return the exit code.
-
-    With ``again=False`` the validation loss is up to date and only test data are evaluated.
-    """
-    stop = _evaluate(run, "validation", datasets.valid, reporter, watch) if again else 0
-    stop = stop or _evaluate(run, "test", datasets.test, reporter, watch)
-    return exit_code_of(stop, run.progress.iteration)
-
-
-def exit_code_of(stop: int, iteration: int) -> int:
-    """Return the exit code for the signal ``stop`` (0: no signal)."""
-    if not stop:
-        return 0
-    logger.info("%s: stopping after iteration %d and a checkpoint", signal.Signals(stop).name, iteration)
-    return EXIT_OF_SIGNAL[signal.Signals(stop)]
 
 
 def _due(iteration: int, interval: int | None) -> bool:
@@ -201,26 +182,6 @@ def _metrics(
         max_attention_logit=result.max_attention_logit,
         **packing,
     )
-
-
-def _evaluate(run: Run, name: str, dataset: Dataset | Stream | None, reporter: Reporter, watch: SignalWatch) -> int:
-    """Log the loss over the first ``eval_iters`` batches of a held-out set, if any.
-
-    Returns:
-        The signal that asked any rank to stop meanwhile, else 0. After a signal no loss is logged.
-    """
-    if dataset is None:
-        return 0
-    began = time.perf_counter()
-
-    def asked_to_stop() -> int:
-        return int(max_over_ranks(torch.full((), watch.received, device=run.device)))
-
-    with run.phases("evaluation"), closing(open_steps(run, dataset, 0, training=False)) as steps:
-        loss, stop = evaluate(run, steps, run.config.validation.eval_iters, asked_to_stop)
-    if not stop:
-        reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
-    return stop
 
 
 def _save(run: Run, saver: CheckpointSaver, steps: Steps, reporter: Reporter) -> None:

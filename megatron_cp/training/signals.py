@@ -5,13 +5,16 @@ Signals are read between steps and reported to all ranks.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
+from megatron_cp.common.errors import EXIT_OF_SIGNAL
 from megatron_cp.launch.process import drop_lost_output, handled, signals_to_stop_at
 
+logger = logging.getLogger(__name__)
 _SAME_KEY_PRESS = 1.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
@@ -34,6 +37,15 @@ class SignalWatch(ExitStack):
             self.received, self._at = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_KEY_PRESS:
             raise KeyboardInterrupt
+
+
+def exit_code_of(stop: int, iteration: int) -> int:
+    """Return the exit code for the signal ``stop`` (0: no signal)."""
+    if not stop:
+        return 0
+    after = f"after iteration {iteration} and a checkpoint" if iteration else "before the first iteration"
+    logger.info("%s: stopping %s", signal.Signals(stop).name, after)
+    return EXIT_OF_SIGNAL[signal.Signals(stop)]
 
 
 def ignore_sigterm(enabled: bool) -> AbstractContextManager[None]:

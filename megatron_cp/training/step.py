@@ -21,7 +21,7 @@ from megatron_cp.config.names import NAME
 from megatron_cp.models.layers.router import expert_biases
 from megatron_cp.parallel.collectives import pack
 from megatron_cp.parallel.device import random_state, restore_random_state
-from megatron_cp.training.batches import Microbatch, Steps
+from megatron_cp.training.batches import Microbatch
 from megatron_cp.training.forward_backward import PendingLosses, StepLosses, forward_backward
 from megatron_cp.training.gradients import (
     apply_gradients,
@@ -190,30 +190,3 @@ def _stop_if_the_scale_is_stuck(run: Run, microbatches: Sequence[Microbatch], ra
         f"Fix: {setting}={scale / 2:g}, or {other}, or {_OLDER_CHECKPOINT}",
         on_all_ranks=True,
     )
-
-
-def evaluate(run: Run, steps: Steps, count: int, asked_to_stop: Callable[[], int]) -> tuple[float, int]:
-    """Return the mean loss per unmasked token over the next ``count`` global batches.
-
-    Args:
-        asked_to_stop: called before each batch; returns the same value on all ranks. Not 0: stop there.
-
-    Returns:
-        The loss over the evaluated batches, and the last value of ``asked_to_stop``.
-    """
-    for chunk in run.model:
-        chunk.eval()
-        if chunk.ddp_config.overlap_param_gather:
-            # Forward passes gather the weights of the modules they call. Evaluation skips the MTP layers, so the
-            # embedding copy on the last stage, which the output layer shares, needs this explicit gather.
-            chunk.start_param_sync(force_sync=True)
-    total, tokens, stop = 0.0, 0, 0
-    with torch.no_grad():
-        for _ in range(count):
-            if stop := asked_to_stop():
-                break
-            losses = forward_backward(run, next(steps).microbatches, forward_only=True).read()
-            total, tokens = total + losses.loss * losses.tokens, tokens + losses.tokens
-    for chunk in run.model:
-        chunk.train()
-    return total / max(tokens, 1), stop

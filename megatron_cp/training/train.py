@@ -41,7 +41,8 @@ from megatron_cp.training.checkpoint.resume import ResumePoint, find_resume_poin
 from megatron_cp.training.checkpoint.run_lock import lock_run_folder
 from megatron_cp.training.checkpoint.saver import load_checkpoint
 from megatron_cp.training.consistency import check_consistency, common_resume_point
-from megatron_cp.training.loop import TrainResult, evaluate_all, train
+from megatron_cp.training.held_out.evaluate import evaluate_all
+from megatron_cp.training.loop import TrainResult, train
 from megatron_cp.training.monitor.measuring import differences_from_run, held_out_settings
 from megatron_cp.training.monitor.metrics import Reporter, logger, shows_progress_line, start_logging
 from megatron_cp.training.monitor.peak import Peak, find_peak
@@ -209,7 +210,7 @@ def _run(started: Started) -> TrainResult:
         logger.info("MFU: relative to a %s peak of %.4g TFLOP/s per device (%s)", peak.source, peak.tflops, peak.how)
     elif start is not None and dist.get_rank() == 0:
         samples, _ = config.evaluation_batch
-        held_out = held_out_settings(config.dataset, config.tokenizer, config.validation.eval_iters, samples)
+        held_out = held_out_settings(config.dataset, config.tokenizer, config.validation, samples)
         unlike = differences_from_run(held_out, folder, Path(start.root))
     reporter = Reporter(
         config.logger,
@@ -236,8 +237,7 @@ def _run(started: Started) -> TrainResult:
 
 
 def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None) -> Datasets:
-    train, eval_iters, eval_batch_size = config.train, config.validation.eval_iters, config.evaluation_batch[0]
-    eval_samples = eval_iters * eval_batch_size
+    train, eval_samples = config.train, config.evaluation_samples
     test_samples = eval_samples if has_test_part(config.dataset) else 0
     iteration = consumed = 0
     if start is not None and not start.finetune:
@@ -248,7 +248,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, start: ResumePoint | None
 
     def report() -> None:
         if dist.get_rank() == 0:
-            taken = TokensUsed(consumed, last, train.global_batch_size, eval_iters, eval_batch_size)
+            taken = TokensUsed(consumed, last, train.global_batch_size, config.validation, config.evaluation_batch[0])
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
 
     run_on_all_ranks(report)  # a read error on rank 0 ends all ranks

@@ -83,7 +83,7 @@ def comparable(layouts: Sequence[RunConfig], world_size: int, steps: int, *, ful
         scheduler = config.scheduler
         scheduler.lr_decay_iters, scheduler.lr_warmup_iters, scheduler.lr_warmup_fraction = steps, 0, None
         scheduler.lr_wsd_decay_iters = None if scheduler.lr_wsd_decay_iters is None else 1
-        config.validation.eval_iters = 0
+        config.validation = type(config.validation)()
         config.dist.eval_context_parallel_size = None
         # The comparison runs the probe itself, so that a failed probe does not end the run.
         config.dist.attention_probe = False

@@ -50,7 +50,9 @@ class DatasetConfig:
     mock_masked_fraction: float = share(
         0.0, "mock data: fraction of tokens without loss, unevenly over the sequence", DATA, when=MOCK
     )
-    mock_num_samples: int = setting(10000, "mock data: number of samples", DATA, least=1, when=MOCK)
+    mock_num_samples: int = setting(
+        10000, "mock data: number of samples; held-out documents are their share of it", DATA, least=1, when=MOCK
+    )
     too_long: Literal["split", "keep_start", "keep_end", "refuse"] = setting(
         "split",
         "documents longer than seq_length: split them, keep their first or last seq_length tokens, or refuse with an "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp.config.setting import DATA, SCHEDULE, counted, equals, positive, setting, size
+from megatron_cp.config.setting import DATA, SCHEDULE, When, equals, positive, setting, size
 
-EVALUATES = counted("validation.eval_iters", 10)
+EVALUATES = When("validation.eval_iters", lambda run: run.validation.evaluates, "validation.eval_iters=10")
 
 
 @dataclass
@@ -54,10 +54,23 @@ class TrainConfig:
 @dataclass
 class ValidationConfig:
     eval_interval: int | None = positive(None, "steps between evaluations; null: at the end only")
-    eval_iters: int = setting(0, "batches per evaluation; 0: no evaluation", least=0)
+    eval_iters: int = setting(
+        0, "batches per evaluation; 0: no evaluation", least=0, when=equals("validation.full_validation", False)
+    )
+    full_validation: bool = setting(
+        False,
+        "evaluate each held-out sample once, instead of eval_iters batches, and report the mean over samples, too; "
+        "for packs",
+    )
+    eval_on_start: bool = setting(False, "evaluate before the first step, too", when=EVALUATES)
     eval_global_batch_size: int | None = setting(
         None, "global batch size of evaluation; null: train.global_batch_size", least=1, when=EVALUATES
     )
     eval_micro_batch_size: int | None = setting(
         None, "micro batch size of evaluation; null: train.micro_batch_size", least=1, when=EVALUATES
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out data are evaluated."""
+        return self.eval_iters > 0 or self.full_validation

@@ -1,15 +1,24 @@
-"""Mock samples of one length: random tokens."""
+"""Mock samples: random tokens, of one length or of many."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megatron_cp.common.errors import DataError
+from megatron_cp.config.names import NAME
 from megatron_cp.config.run_config import DatasetConfig
 from megatron_cp.data.samples.contents import Contents, Origin
+from megatron_cp.data.samples.split_files import SPLITS
+from megatron_cp.data.samples.varlen import MockVarlenDataset
+from megatron_cp.data.split import shares
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+
+logger = logging.getLogger(__name__)
 
 
 class MockDataset(Dataset):
@@ -54,3 +63,28 @@ class MockDataset(Dataset):
             "loss_mask": loss_mask,
             "position_ids": torch.arange(length, dtype=torch.int64),
         }
+
+
+def mock_documents(config: DatasetConfig, vocab_size: int, seed: int, split: str) -> MockVarlenDataset:
+    """Return the mock documents of a split; held-out ones are its share of ``mock_num_samples``.
+
+    Raises:
+        DataError: the lengths cannot be read.
+    """
+    longest, named, parts = config.seq_length, config.mock_lengths, shares(config.split)
+    count, share = config.mock_num_samples, dict(zip(SPLITS, parts, strict=False)).get(split, 0.0) / sum(parts)
+    if split != SPLITS[0] and share:  # without a share, there are as many as for training
+        count = max(1, round(share * count))
+    try:
+        if named in DISTRIBUTIONS:
+            lengths = sample_lengths(named, count, longest, seed)
+        else:
+            lengths = np.resize(read_lengths(named), count)
+            if cut := int((lengths > longest).sum()):
+                logger.info(
+                    f"{NAME.dataset.mock_lengths}=%s: %d of %d cut to {NAME.dataset.seq_length}", named, cut, count
+                )
+            lengths = np.minimum(lengths, longest)
+    except ValueError as error:
+        raise DataError(f"{NAME.dataset.mock_lengths}={named}: {error}") from error
+    return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)

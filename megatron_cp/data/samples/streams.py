@@ -25,12 +25,13 @@ from megatron_cp.data.length_mixture import parse_mixture
 from megatron_cp.data.samples.blend import BlendOrder
 from megatron_cp.data.samples.contents import Contents, Origin
 from megatron_cp.data.samples.mixed_lengths import DocumentsOfLength, mixed
+from megatron_cp.data.samples.mock import mock_documents
 from megatron_cp.data.samples.order import shuffled_all
 from megatron_cp.data.samples.split_files import SPLITS, files_of_splits, paths_of
 from megatron_cp.data.samples.varlen import DocumentDataset, MockVarlenDataset, Sample
 from megatron_cp.data.text.records import check_records
 from megatron_cp.data.text.tokenizers import Tokenizer
-from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS, read_lengths, sample_lengths
+from megatron_cp.dynamic_cp.distributions import DISTRIBUTIONS
 from megatron_cp.launch import launcher
 from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
@@ -68,6 +69,10 @@ class Stream:
     def sources(self) -> list[Contents]:
         """Return the counts of one epoch of each source."""
         return [source.contents() for source in self._sources]
+
+    def one_epoch(self) -> list[Source]:
+        """Return the sources, each with one epoch of samples."""
+        return self._sources
 
     def taken(self, count: int) -> Sequence[float]:
         """Return how many of the first ``count`` samples come from each source."""
@@ -115,7 +120,9 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     if config.kind == "mock_documents":
         return run_on_all_ranks(
             lambda: [
-                _stream([_mock(config, tokenizer.vocab_size, seed)], None, seed, count, config, name) if count else None
+                _stream([mock_documents(config, tokenizer.vocab_size, seed, name)], None, seed, count, config, name)
+                if count
+                else None
                 for name, seed, count in zip(SPLITS, seeds, samples, strict=True)
             ]
         )
@@ -202,23 +209,6 @@ def _prepare(paths: list[str], mixed_paths: list[str], config: DatasetConfig, to
 def _prefix(path: str, config: DatasetConfig, tokenizer: Tokenizer) -> str:
     """Return the prefix of the ``.bin/.idx`` pair with the documents of ``path``."""
     return tokenized(path, tokenizer, config) if config.kind == "jsonl" else path
-
-
-def _mock(config: DatasetConfig, vocab_size: int, seed: int) -> MockVarlenDataset:
-    count, longest, named = config.mock_num_samples, config.seq_length, config.mock_lengths
-    try:
-        if named in DISTRIBUTIONS:
-            lengths = sample_lengths(named, count, longest, seed)
-        else:
-            lengths = np.resize(read_lengths(named), count)
-            if cut := int((lengths > longest).sum()):
-                logger.info(
-                    f"{NAME.dataset.mock_lengths}=%s: %d of %d cut to {NAME.dataset.seq_length}", named, cut, count
-                )
-            lengths = np.minimum(lengths, longest)
-    except ValueError as error:
-        raise DataError(f"{NAME.dataset.mock_lengths}={named}: {error}") from error
-    return MockVarlenDataset(lengths, vocab_size, seed, config.mock_masked_fraction)
 
 
 def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: TokenizerConfig) -> None:

@@ -55,6 +55,14 @@ class MockVarlenDataset:
         """First and last + 1 of the documents, which are the samples."""
         return 0, len(self)
 
+    @property
+    def num_documents(self) -> int:
+        return len(self)
+
+    def documents_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the document of each sample: the sample itself."""
+        return indices
+
     def length_classes(self, bounds: Sequence[int]) -> list[LengthClass]:
         """Return the classes of samples between the lengths ``bounds``."""
         return classes_of(self._lengths, bounds)

@@ -11,11 +11,20 @@ from typing import Any
 
 from megatron_cp.common.errors import DataError, join_limited, readable
 from megatron_cp.common.input_files import decode_text, read_bytes
-from megatron_cp.data.formats.rows import read_lines, text_under
+from megatron_cp.config.names import NAME
+from megatron_cp.config.run_config import DatasetConfig
+from megatron_cp.data.formats.rows import PARQUET, read_lines, text_under
+from megatron_cp.data.text.dialogues import SHARE_GPT
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
 _SUGGESTED = 4  # endings
+_DATA = DatasetConfig()
+_UNDER_LOSS_MASKS = {
+    "a dialogue": {_DATA.messages_key},
+    "a dialogue in ShareGPT's form": {SHARE_GPT},
+    "a prompt and a response": {_DATA.prompt_key, _DATA.response_key},
+}
 
 
 def _with_dots(suffixes: Sequence[str]) -> list[str]:
@@ -80,9 +89,11 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         DataError: the text is not UTF-8, or a line is not a JSON object with a string under ``json_key``.
     """
     if file.suffix in (".jsonl", ".json"):  # Megatron's own tool reads JSON lines under either suffix
-        for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key)):
+        for text, num_bytes in read_lines(file, lambda value: _json_text(value, json_key, file)):
             yield text or "", num_bytes
         return
+    if file.suffix == PARQUET:
+        raise DataError(f"{file}: preprocess reads texts and JSON lines. {_as_it_is(file)}")
     with readable(file):
         raw = read_bytes(file)
     try:
@@ -94,7 +105,18 @@ def read_documents(file: Path, json_key: str = "text") -> Iterator[tuple[str, in
         raise DataError(f"{file}: {error}") from error
 
 
-def _json_text(value: dict[str, Any], json_key: str) -> str:
+def _as_it_is(file: Path) -> str:
+    """Return the fix for a file that runs tokenize themselves."""
+    setting = shlex.quote(f"{NAME.dataset.data_path}={file}")
+    return f"Fix: leave out preprocess, and set {setting} (train and evaluate tokenize the file once)"
+
+
+def _json_text(value: dict[str, Any], json_key: str, file: Path) -> str:
+    if isinstance(value.get(json_key, value), list | dict):
+        # The row has no text under the key. Files of tokens do not hold which of them are in the loss.
+        for what, keys in _UNDER_LOSS_MASKS.items():
+            if keys.issubset(value):
+                raise ValueError(f"is {what}; .bin and .idx files hold no loss mask. {_as_it_is(file)}")
     if json_key not in value:
         raise ValueError(f"has no key {json_key!r}; its keys are {sorted(value)}. Fix: --json-key KEY (one of these)")
     return text_under(json_key, value)

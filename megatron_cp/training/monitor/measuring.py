@@ -9,7 +9,7 @@ from typing import Any
 from megatron_cp.common.errors import ConfigError
 from megatron_cp.config.names import NAME
 from megatron_cp.config.recipes import load_recipe
-from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig
+from megatron_cp.config.run_config import DatasetConfig, TokenizerConfig, ValidationConfig
 
 _WITHOUT_EFFECT = ("path_to_cache", "num_workers")  # data settings without effect on the loss
 
@@ -32,16 +32,21 @@ def differences_from_run(measured: dict[str, Any], folder: Path, checkpoint: Pat
         run = load_recipe(written)
     except ConfigError:  # for example of an older version
         return unlike
-    own = held_out_settings(run.dataset, run.tokenizer, run.validation.eval_iters, run.evaluation_batch[0])
-    return unlike | {name: value for name, value in measured.items() if value != own[name]}
+    own = held_out_settings(run.dataset, run.tokenizer, run.validation, run.evaluation_batch[0])
+    return unlike | {name: value for name, value in measured.items() if value != own.get(name)}
 
 
-def held_out_settings(data: DatasetConfig, tokenizer: TokenizerConfig, eval_iters: int, samples: int) -> dict[str, Any]:
-    """Return all settings that determine an evaluation's samples."""
+def held_out_settings(
+    data: DatasetConfig, tokenizer: TokenizerConfig, validation: ValidationConfig, samples: int
+) -> dict[str, Any]:
+    """Return all settings that determine an evaluation's samples; a batch has ``samples``."""
+    number: dict[str, Any] = {NAME.validation.full_validation: validation.full_validation}
+    if not validation.full_validation:
+        number |= {NAME.validation.eval_iters: validation.eval_iters, NAME.validation.eval_global_batch_size: samples}
     sections = {"dataset": asdict(data), "tokenizer": asdict(tokenizer)}
     return {
         f"{section}.{name}": value
         for section, values in sections.items()
         for name, value in values.items()
         if name not in _WITHOUT_EFFECT
-    } | {NAME.validation.eval_iters: eval_iters, NAME.validation.eval_global_batch_size: samples}
+    } | number

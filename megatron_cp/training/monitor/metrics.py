@@ -24,7 +24,7 @@ from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.training.monitor.peak import Peak
 from megatron_cp.training.monitor.phases import Interval
 from megatron_cp.training.monitor.sinks import JsonLines, Sink, open_charts, writing_into
-from megatron_cp.training.monitor.step_metrics import StepMetrics, clock, log_line
+from megatron_cp.training.monitor.step_metrics import HeldOutLoss, StepMetrics, clock, log_line
 
 logger = logging.getLogger("megatron_cp")
 
@@ -106,16 +106,18 @@ class Reporter:
         assert self._schedules is not None
         self._write(iteration, record(plan, **self._schedule_fields), self._schedules)
 
-    def evaluation(self, iteration: int, name: str, loss: float, seconds: float | None = None) -> None:
+    def evaluation(self, iteration: int, name: str, loss: HeldOutLoss, seconds: float | None = None) -> None:
         """Record a held-out loss and the evaluation time."""
         with_what = "".join(f", {setting}={value}" for setting, value in self._unlike.items())
-        logger.info("%s loss at iteration %d%s: %.6f", name, iteration, with_what, loss)
-        values: dict[str, object] = {f"{name}_loss": loss}
+        logger.info("%s loss at iteration %d%s: %s", name, iteration, with_what, loss)
+        values = loss.values(name)
         values |= {} if seconds is None else {"evaluation_time_s": seconds}
         if self._unlike:
             self._write(iteration, values | {"measured_with": self._unlike}, self._lines)
         else:
             self._write(iteration, values, self._lines, *self._charts)
+        if len(self._ends) == 1:  # an evaluation before the first step does not say how long steps take
+            self._ends[0] = time.monotonic()
 
     def saved(self, iteration: int, seconds: float) -> None:
         """Record in charts how long a save paused training.

@@ -59,6 +59,38 @@ class StepMetrics:
         return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Loss on held-out data; nan without tokens in the loss.
+
+    per_sample: mean over samples of each one's mean over tokens. None unless each sample is evaluated once. samples:
+    with tokens in the loss.
+    """
+
+    per_token: float
+    loss_tokens: int
+    per_sample: float | None = None
+    samples: int | None = None
+
+    def values(self, name: str) -> dict[str, object]:
+        """Return the fields of a line of ``metrics.jsonl``."""
+        found: dict[str, object] = {f"{name}_loss": self.per_token}
+        if self.per_sample is not None:
+            found |= {
+                f"{name}_loss_per_sample": self.per_sample,
+                f"{name}_samples": self.samples,
+                f"{name}_loss_tokens": self.loss_tokens,
+            }
+        return found
+
+    def __str__(self) -> str:
+        """Format the loss for the log line."""
+        if self.per_sample is None:
+            return f"{self.per_token:.6f}"
+        counts = f"{self.samples:,} samples, {self.loss_tokens:,} tokens in the loss"
+        return f"{self.per_token:.6f} per token, {self.per_sample:.6f} per sample ({counts})"
+
+
 _OPTIONAL = {each.name for each in fields(StepMetrics) if each.default is None}
 
 

@@ -65,8 +65,9 @@ class PackedSteps:
         consumed_samples: int,
         training: bool,
         scheduler: Scheduler | None = None,
+        num_steps: int | None = None,
     ) -> None:
-        """Use ``scheduler`` to make schedules; the configured one by default."""
+        """Use ``scheduler`` to make schedules, for ``num_steps`` steps; by default the configured ones."""
         config, model, layout = run.config, run.config.model, run.layout
         size = config.train.global_batch_size
         if not training:
@@ -89,7 +90,7 @@ class PackedSteps:
             consumed_samples=consumed_samples,
             cost=self._costs.cost,
             longest=model.seq_length,
-            num_steps=steps_to_come(run, training),
+            num_steps=steps_to_come(run, training) if num_steps is None else num_steps,
         )
 
     def __next__(self) -> Step:

@@ -52,7 +52,7 @@ def data_lines(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, lis
         datasets = build_datasets(config.dataset, tokenizer, wanted, evaluated, tested)
         caplog.clear()
         with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
-            taken = TokensUsed(first, samples, config.train.global_batch_size, config.validation.eval_iters, 4)
+            taken = TokensUsed(first, samples, config.train.global_batch_size, config.validation, 4)
             log_data(config.dataset, config.tokenizer, datasets, tokenizer.eod, taken)
         lines = [record for record in caplog.records if record.name == "megatron_cp.data.summary"]
         assert [record.getMessage().startswith("data:") for record in lines] == [True] + [False] * (len(lines) - 1)
@@ -254,7 +254,7 @@ def test_the_longest_line(caplog: pytest.LogCaptureFixture) -> None:
 
     config = tiny_config(validation__eval_iters=2, dataset__kind="documents", dataset__data_path="x")
     large: Any = Large()
-    taken = TokensUsed(99999999, 2345678912, 4, 2, 4)
+    taken = TokensUsed(99999999, 2345678912, 4, config.validation, 4)
     with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
         log_data(config.dataset, config.tokenizer, Datasets(large, large, large), 1, taken)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("data:")]

@@ -2,34 +2,26 @@
 
 import json
 import math
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from megatron_cp.cli import main
-from megatron_cp.convert.importing import import_model
-from megatron_cp.evaluation.samples import EverySample
 from megatron_cp.models.layers.predictions import is_most_likely
-from tests.ranks import free_port, run_ranks
-from tests.unit_tests.convert.published import publish
-
-LENGTH, VOCABULARY, END = 48, 260, 256
-TEXTS = ["The cat sat on a mat and was fed. " * 5, "naïve 😀 words", "x" * 48, "a", "On and on it went. " * 3]
-COMMON = (
-    "tokenizer.tokenizer_type=ByteLevelTokenizer",
-    "tokenizer.vocab_size=null",
-    f"dataset.seq_length={LENGTH}",
-    "train.global_batch_size=4",
-    "logger.tensorboard=false",
+from megatron_cp.training.held_out.samples import EverySample
+from tests.ranks import run_ranks
+from tests.unit_tests.evaluation.conftest import (
+    COMMON,
+    DYNAMIC,
+    LENGTH,
+    TEXTS,
+    expected,
+    publish_in_a_rank,
+    write_files,
 )
-DYNAMIC = ("model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=24", "model.context_parallel_size=2")
+
 LAYOUTS = {
     "1 rank": (1, ()),
     "dynamic cp": (2, DYNAMIC),
@@ -41,85 +33,18 @@ LAYOUTS = {
     "pp 2, dp 2": (4, ("model.pipeline_model_parallel_size=2", "train.global_batch_size=6")),
 }
 FAST = "dynamic cp"
-
-
-def write_files(folder: Path) -> list[Path]:
-    """Write a file of rows and two texts; return their paths."""
-    rows = [{"text": text} for text in TEXTS[:3]] + [{"prompt": "What? ", "response": "Nothing at all."}]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in zip(("a.txt", "b.md"), TEXTS[3:], strict=True):
-        (folder / name).write_text(text)
-    return [folder / name for name in ("rows.jsonl", "a.txt", "b.md")]
-
-
-def publish_and_import(folder: str) -> None:
-    path = Path(folder)
-    publish(path / "hf", "llama", vocab_size=VOCABULARY, max_position_embeddings=LENGTH)
-    import_model(path / "hf", path / "imported")
-
-
-def evaluate(folder: str, arguments: list[str]) -> int:
-    os.environ["WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    sys.stdout = sys.stderr = open(Path(folder) / f"log{os.environ['RANK']}", "w")  # noqa: SIM115
-    return main(["evaluate", *arguments])
-
-
-def expected(folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return transformers' sums of loss, tokens and correct predictions.
-
-    They are by file and by position.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64, attn_implementation="eager").eval()
-    files = [[(text, 0) for text in TEXTS[:3]] + [("What? Nothing at all.", 6)], [(TEXTS[3], 0)], [(TEXTS[4], 0)]]
-    by_file, positions = [], np.zeros((8, 3))
-    for documents in files:
-        total = np.zeros(3)
-        for text, prompt in documents:
-            ids = [*text.encode(), END]
-            for start in range(0, len(ids) - 1, LENGTH):
-                window = torch.tensor(ids[start : start + LENGTH + 1])
-                with torch.no_grad():
-                    logits = model(window[None, :-1]).logits[0]
-                losses = torch.nn.functional.cross_entropy(logits, window[1:], reduction="none").numpy()
-                right = (logits.argmax(-1) == window[1:]).numpy()
-                for k, (loss, is_right) in enumerate(zip(losses, right, strict=True)):
-                    if start + k + 1 >= prompt:
-                        row = np.array([loss, 1.0, is_right])
-                        total += row
-                        positions[int(math.log2(k + 1))] += row
-        by_file.append(total)
-    return by_file, positions
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-        run_ranks(publish_and_import, 1, str(folder))
-    return folder
-
-
-@pytest.fixture
-def run(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Return ``run(ranks, *arguments)``, which evaluates the imported model.
-
-    It returns the exit codes.
-    """
-    monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-
-    def call(ranks: int, *arguments: str) -> list[int]:
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        whole = [f"{published}/imported/recipe.yaml", *arguments, f"checkpoint.save={tmp_path}/run"]
-        return run_ranks(evaluate, ranks, str(tmp_path), whole)
-
-    return call
+# Mamba layers, Mamba layers with experts, and experts with full, windowed and latent attention.
+FAMILIES = ("nemotron h", "nemotron 3", "qwen3 experts", "gpt oss", "deepseek 3")
+FAMILY_LAYOUTS = {
+    "1 rank": (1, ()),
+    "dynamic cp": (2, DYNAMIC),
+    "cp 2, p2p": (2, ("model.context_parallel_size=2", "model.cp_comm_type=p2p")),
+}
 
 
 def check_result(path: Path, by_file: list[np.ndarray], positions: np.ndarray) -> None:
-    found = json.loads(path.read_text())
-    for row, sums in zip([*found["files"], found], [*by_file, sum(by_file)], strict=True):
+    found, files = json.loads(path.read_text()), [table.sum(axis=0) for table in by_file]
+    for row, sums in zip([*found["files"], found], [*files, sum(files)], strict=True):
         assert row["tokens"] == sums[1] and row["accuracy"] == pytest.approx(sums[2] / sums[1], abs=1e-12)
         assert row["loss"] == pytest.approx(sums[0] / sums[1], rel=1e-6)
         assert row["perplexity"] == pytest.approx(math.exp(sums[0] / sums[1]), rel=1e-5)
@@ -131,7 +56,7 @@ def check_result(path: Path, by_file: list[np.ndarray], positions: np.ndarray) -
     # Bytes of the texts but their first; the end of a document is no text.
     sizes = [len(text.encode()) - 1 for text in TEXTS]
     assert [row.get("bytes") for row in found["files"]] == [sum(sizes[:3]) + 15, None, sizes[4]]
-    assert found["bits_per_byte"] == pytest.approx(sum(by_file)[0] / math.log(2) / found["bytes"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(sum(files)[0] / math.log(2) / found["bytes"], rel=1e-6)
     assert found["by_document"]["count"] == 6
     assert sum(each["tokens"] for each in found["by_document"]["documents"]) == found["tokens"]
 
@@ -149,6 +74,17 @@ def test_files_have_transformers_losses(published: Path, run: Any, tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == [f"rows-and-2-more-{LENGTH}.{e}" for e in ("json", "png")]
     check_result(folder / f"rows-and-2-more-{LENGTH}.json", *expected(published))
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_families_have_transformers_losses(run: Any, tmp_path: Path, variant: str) -> None:
+    model, files = publish_in_a_rank(tmp_path / "model", variant), write_files(tmp_path)
+    sums = expected(model)
+    for name, (ranks, layout) in FAMILY_LAYOUTS.items():
+        arguments = [*map(str, files), *COMMON, "train.global_batch_size=6", "--name", name.replace(",", ""), *layout]
+        assert run(ranks, *arguments, model=model) == [0] * ranks, (tmp_path / "log0").read_text()[-2000:]
+        check_result(tmp_path / "run" / "evaluations" / f"{name.replace(',', '')}.json", *sums)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ UNUSED = [
     ("train.manual_gc_interval=10", "", "train.manual_gc=true"),
     ("validation.eval_global_batch_size=16", "validation.eval_iters=0", "validation.eval_iters=1"),
     ("validation.eval_micro_batch_size=2", "validation.eval_iters=0", "validation.eval_iters=1"),
+    ("validation.eval_on_start=true", "validation.eval_iters=0", "validation.eval_iters=1"),
+    ("validation.eval_iters=3", f"{PACKS} validation.full_validation=true", "validation.full_validation=false"),
     ("scheduler.lr_wsd_decay_iters=5", "", "scheduler.lr_decay_style=WSD"),
     ("scheduler.lr_wsd_decay_style=linear", "", "scheduler.lr_decay_style=WSD"),
     *[("optimizer.weight_decay=0.3", "scheduler.start_weight_decay=0.0 scheduler.end_weight_decay=0.0",

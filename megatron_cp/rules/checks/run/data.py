@@ -145,7 +145,7 @@ def keys_of_json_lines(c: Context) -> Iterator[Finding]:
     broken(dataset=dict(split="a,b,c")),
 )
 def split_is_shares(c: Context) -> Iterator[Finding]:
-    data, evaluates = c.config.dataset, c.config.validation.eval_iters > 0
+    data, evaluates = c.config.dataset, c.config.validation.evaluates
     try:
         train, valid, *_ = *shares(data.split), 0.0
     except ValueError as error:
@@ -159,13 +159,36 @@ def split_is_shares(c: Context) -> Iterator[Finding]:
                 NAME.dataset.valid_data_path,
                 f"must be set: with {NAME.dataset.test_data_path}, all of {NAME.dataset.data_path} is for training",
                 "=PATH",
-                f"{NAME.validation.eval_iters}=0",
+                _no_evaluation(c),
             )
         return
     missing = "train" if train == 0 else "validation" if evaluates and valid == 0 else None
     if missing:
-        other = f"{NAME.validation.eval_iters}=0" if missing == "validation" else ""
+        other = _no_evaluation(c) if missing == "validation" else ""
         yield Finding(NAME.dataset.split, f"has no share for the {missing} set", _SPLIT, other)
+
+
+def _no_evaluation(c: Context) -> str:
+    """Return the overrides that turn evaluation off."""
+    off = f"{NAME.validation.eval_iters}=0"
+    return f"{off} {NAME.validation.full_validation}=false" if c.config.validation.full_validation else off
+
+
+@rule(
+    "K70",
+    f"{NAME.validation.full_validation} is for packs.",
+    "A sample of fixed length is a piece of a stream of documents, or several documents. A mean over samples is of "
+    "use for samples that are whole documents, as dialogues are.",
+    broken(validation=dict(full_validation=True)),
+)
+def whole_validation_of_packs(c: Context) -> Iterator[Finding]:
+    if c.config.validation.full_validation and not c.packed:
+        yield Finding(
+            NAME.validation.full_validation,
+            "evaluates samples of packs, and this run has samples of fixed length",
+            f"=false {NAME.validation.eval_iters}=10",
+            f"{NAME.model.sequence_packing_scheduler}=dp_balanced {NAME.dataset.kind}=null",
+        )
 
 
 @rule(
@@ -217,10 +240,10 @@ def data_settings_are_used(c: Context) -> Iterator[Finding]:
             kinds = ("documents", "jsonl") if c.packed else ("indexed",)
             fixes = [f"{NAME.dataset.kind}={kind}{path}" for kind in kinds]
             yield Finding(f"dataset.{name}", f"has no effect with {NAME.dataset.kind}={data.kind}", "=null", *fixes)
-        elif name in held_out and not validation.eval_iters:
+        elif name in held_out and not validation.evaluates:
             message = f"has no effect: {iterations} is 0"
             yield Finding(f"dataset.{name}", message, "=null", evaluate, severity="warning")
-    if c.config.train.skip_train and not validation.eval_iters:
+    if c.config.train.skip_train and not validation.evaluates:
         message = f"the run has nothing to do: {iterations} is 0"
         yield Finding(NAME.train.skip_train, message, evaluate, "=false")
     if data.eod_mask_loss and data.kind != "indexed":
@@ -229,7 +252,7 @@ def data_settings_are_used(c: Context) -> Iterator[Finding]:
             f"has no effect with {NAME.dataset.kind}={data.kind}: no sample crosses a document boundary",
             "=false",
         )
-    if validation.eval_interval and not validation.eval_iters:
+    if validation.eval_interval and not validation.evaluates:
         message = f"has no effect: {iterations} is 0"
         yield Finding(NAME.validation.eval_interval, message, evaluate, "=null", severity="warning")
 

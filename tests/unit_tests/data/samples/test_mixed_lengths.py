@@ -145,7 +145,7 @@ def test_the_log_counts_epochs_of_classes(config: RunConfig, caplog: pytest.LogC
     config.dataset.length_mixture = [0.01, 50, 0.04, 256, 0.95]
     datasets = build_datasets(config.dataset, NULL, 3000)
     with caplog.at_level(logging.INFO, "megatron_cp.data.summary"):
-        log_data(config.dataset, config.tokenizer, datasets, NULL.eod, TokensUsed(0, 3000, 10, 0, 0))
+        log_data(config.dataset, config.tokenizer, datasets, NULL.eod, TokensUsed(0, 3000, 10, config.validation, 0))
     first, *classes, warning, other = [record.getMessage() for record in caplog.records]
     assert "a | " in first and "more" not in first and len(classes) == 3
     (row,) = (row for row in length_rows(datasets.train, 3000) if row.lengths.startswith("256"))  # type: ignore[arg-type]

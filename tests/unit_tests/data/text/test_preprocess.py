@@ -111,6 +111,15 @@ BAD = {
     ),
     "bad JSON": ({"a.jsonl": b'{"text": "x"}\n{"text": \n'}, r"a.jsonl:2: not valid JSON"),
     "not an object": ({"a.jsonl": b"[1]\n"}, r"a.jsonl:1: must be a JSON object, found list"),
+    "a dialogue": (
+        {"a.jsonl": b'{"messages": [{"role": "user", "content": "x"}]}\n'},
+        r"a.jsonl:1: is a dialogue; .* Fix: leave out preprocess, and set dataset.data_path=\S+a.jsonl \(",
+    ),
+    "a dialogue of another key": (
+        {"a.jsonl": b'{"conversations": [], "id": 1}\n'},
+        r"a.jsonl:1: is a dialogue in ShareGPT's form; ",
+    ),
+    "a prompt": ({"a.jsonl": b'{"prompt": "x", "response": "y"}\n'}, r"a.jsonl:1: is a prompt and a response; "),
     "no such key": ({"a.jsonl": b'{"txt": "x"}\n'}, r"a.jsonl:1: has no key 'text'; its keys are \['txt'\]"),
     "not text": ({"a.jsonl": b'{"text": 3}\n'}, r"a.jsonl:1: the value of 'text' is int"),
     "half a pair": ({"a.jsonl": b'{"text": "x"}\n{"text": "a\\ud800b"}\n'}, "a.jsonl:2: .*has half a surrogate pair"),

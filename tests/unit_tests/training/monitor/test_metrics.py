@@ -20,7 +20,7 @@ from megatron_cp.common.jsonl_log import keep_lines_until, read_lines
 from megatron_cp.config.run_config import LoggerConfig
 from megatron_cp.training.monitor.metrics import Reporter, shows_progress_line
 from megatron_cp.training.monitor.phases import PHASES, Interval, Phases, peak_memory_bytes
-from megatron_cp.training.monitor.step_metrics import StepMetrics
+from megatron_cp.training.monitor.step_metrics import HeldOutLoss, StepMetrics
 from megatron_cp.training.monitor.step_report import StepReport, gather_reports, read_reports
 from tests.ranks import run_ranks
 from tests.training_runs import tiny_config
@@ -190,7 +190,7 @@ def report(folder: Path, start: int = 0, steps: range = range(1, 4), step_too: b
     reporter = Reporter(config.logger, 10, folder, start, trains=start < 10, run_settings=config.as_written())
     for iteration in steps if step_too else ():
         reporter.step(step(iteration), INTERVAL if reporter.is_due(iteration) else None)
-    reporter.evaluation(steps[-1], "validation", 4.5, 0.1)
+    reporter.evaluation(steps[-1], "validation", HeldOutLoss(4.5, 100), 0.1)
     reporter.saved(steps[-1], 0.2)
     reporter.close()
 
@@ -213,7 +213,7 @@ def test_lines_and_tensorboard(tmp_path: Path) -> None:
 
 def test_evaluations_on_other_settings_are_marked_and_not_plotted(tmp_path: Path) -> None:
     reporter = Reporter(LoggerConfig(), 3, tmp_path, 3, trains=False, unlike={"dataset.random_seed": 7})
-    reporter.evaluation(3, "validation", 4.5)
+    reporter.evaluation(3, "validation", HeldOutLoss(4.5, 100))
     reporter.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line == {"iteration": 3, "validation_loss": 4.5, "measured_with": {"dataset.random_seed": 7}}

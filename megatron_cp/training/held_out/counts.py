@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import HostPack, PackedMicrobatch
-from megatron_cp.evaluation.samples import EverySample
 from megatron_cp.models.language_model import LanguageModelMixin
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.training.forward_backward import forward_backward
+from megatron_cp.training.held_out.samples import EverySample
 from megatron_cp.training.packed.steps import PackedSteps
 from megatron_cp.training.setup import Run
 
@@ -62,10 +62,13 @@ class _Tables:
         self.positions.index_add_(0, classes, rows)
 
 
+def batches_of(run: Run, samples: EverySample) -> int:
+    """Return the number of global batches that hold all samples."""
+    return -(-len(samples) // run.config.evaluation_batch[0])
+
+
 def count_tokens(run: Run, samples: EverySample, asked_to_stop: Callable[[], int]) -> tuple[Counts, int]:
     """Evaluate every sample once. Collective.
-
-    ``validation.eval_iters`` of the run must be the number of global batches that hold all samples.
 
     Args:
         asked_to_stop: called before each batch; returns the same value on all ranks. Not 0: stop there.
@@ -74,8 +77,10 @@ def count_tokens(run: Run, samples: EverySample, asked_to_stop: Callable[[], int
         The counts, equal on all ranks, and the last value of ``asked_to_stop``.
     """
     tables, stop = _Tables(samples.num_documents, run.device), 0
-    with _marking_errors(run), torch.no_grad(), closing(PackedSteps(run, samples, 0, training=False)) as steps:
-        for _ in range(run.config.validation.eval_iters):
+    batches = batches_of(run, samples)
+    opened = PackedSteps(run, samples, 0, training=False, num_steps=batches)
+    with _marking_errors(run), torch.no_grad(), closing(opened) as steps:
+        for _ in range(batches):
             if stop := asked_to_stop():
                 break
             step = next(steps)
