@@ -57,11 +57,18 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(
-    data: DatasetConfig, tokenizer: Tokenizer, train_samples: int, valid_samples: int = 0, test_samples: int = 0
+    data: DatasetConfig,
+    tokenizer: Tokenizer,
+    train_samples: int,
+    valid_samples: int = 0,
+    test_samples: int = 0,
+    *,
+    reports: bool = True,
 ) -> Datasets:
     """Build the datasets of a run, each with at least the given number of samples.
 
     Call it on every rank. For indexed files, one rank per file system builds the sample indices and caches them.
+    ``reports``: log what is skipped and cut.
 
     Raises:
         DataError: a file or a setting of the ``dataset`` section is wrong; raised on every rank with one message.
@@ -69,7 +76,7 @@ def build_datasets(
     samples = (train_samples, valid_samples, test_samples)
     kind = data.kind or ("indexed" if data.data_path else "mock")
     if kind in KINDS:
-        return Datasets(*build_streams(data, tokenizer, samples))
+        return Datasets(*build_streams(data, tokenizer, samples, reports))
     if kind == "indexed":
         return Datasets(*_build_indexed(data, tokenizer, samples))
     seeds = (data.random_seed + 1_000_003 * split for split in range(3))

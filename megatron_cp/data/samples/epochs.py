@@ -27,7 +27,8 @@ def iterations_of_epochs(train: TrainConfig, data: DatasetConfig, tokenizer: Tok
     if train.skip_train:
         return 1
     epochs, batch = train.train_epochs or 0.0, train.global_batch_size
-    dataset = cast(HasSources, build_datasets(data, tokenizer, train_samples=1).train)
+    # The run opens the data again, with the number of samples that this one finds, and then reports.
+    dataset = cast(HasSources, build_datasets(data, tokenizer, train_samples=1, reports=False).train)
     samples = sum(source.samples for source in dataset.sources())
     wanted = round(epochs * samples, 6)  # not rounded up for the last digit of a product
     iterations = max(1, math.ceil(wanted / batch))

@@ -108,7 +108,9 @@ class Stream:
         return source, int(places[0])
 
 
-def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int]) -> list[Stream | None]:
+def build_streams(
+    config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence[int], reports: bool = True
+) -> list[Stream | None]:
     """Build a stream for train, valid and test; ``None`` for a part without samples.
 
     Call it on every rank.
@@ -134,7 +136,7 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
     def build() -> list[Stream | None]:
         prefixes = {path: _prefix(path, config, tokenizer) for path in paths}
         spans = {path: map_spans(prefixes[path]) for path in paths if config.kind == "jsonl"}
-        for path in spans:
+        for path in spans if reports else ():
             log_notes(prefixes[path])
         streams: list[Stream | None] = []
         for name, part, seed, count in zip(SPLITS, parts, seeds, samples, strict=True):
@@ -160,7 +162,8 @@ def build_streams(config: DatasetConfig, tokenizer: Tokenizer, samples: Sequence
                 if not config.divides:
                     raise
                 raise DataError(f"the {name} part of {NAME.dataset.split}={config.split}: {error}") from error
-            _report_cut(name, sources, config)
+            if reports:
+                _report_cut(name, sources, config)
             streams.append(_stream(sources, part.weights, seed, count, config, name))
         return streams
 

@@ -20,7 +20,7 @@ DEFAULT_SUFFIXES = (".txt", ".jsonl")
 _PACKED = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd", ".zip": "unzip"}
 _SUGGESTED = 4  # endings
 _DATA = DatasetConfig()
-_UNDER_LOSS_MASKS = {
+_UNDER_LOSS_MASKS: dict[str, set[str | None]] = {
     "a dialogue": {_DATA.messages_key},
     "a dialogue in ShareGPT's form": {SHARE_GPT},
     "a prompt and a response": {_DATA.prompt_key, _DATA.response_key},

@@ -48,13 +48,15 @@ def test_a_run_in_epochs_is_the_run_of_as_many_iterations(cli: Any, tmp_path: Pa
 
 
 def test_ranks_count_the_same_epochs_and_check_the_schedule_again(cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    long = "x" * 40
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": "{long}"}}\n')
     data = ("dataset.kind=jsonl", f"dataset.data_path={tmp_path}/a.jsonl", "dataset.split='1,0,0'")
     packs = ("model.sequence_packing_scheduler=dp_balanced", *data, "train.train_epochs=3", "train.train_iters=null")
     code, text = cli(*packs, "scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters=9")
     assert code == 2 and "scheduler.lr_wsd_decay_iters=9: must be from 1 to" in text, text
-    code, text = cli(*packs, "scheduler.lr_warmup_iters=0")
+    code, text = cli(*packs, "scheduler.lr_warmup_iters=0", "dataset.too_long=keep_start")
     assert code == 0 and "9 samples (3 an epoch), 5 iterations of 2" in text, text
+    assert text.count("dataset.too_long=keep_start: cut 1 documents") == 1, text  # the data are opened twice
 
 
 @pytest.mark.parametrize(
