@@ -150,7 +150,10 @@ class RunConfig:
 
     @property
     def evaluation_samples(self) -> int:
-        """Samples of an evaluation; at least as many with ``validation.full_validation``, where the data decide."""
+        """Samples that an evaluation draws.
+
+        1 with ``validation.full_validation``: the data decide how many.
+        """
         return 1 if self.validation.full_validation else self.validation.eval_iters * self.evaluation_batch[0]
 
 

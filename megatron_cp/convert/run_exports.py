@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -65,7 +66,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _in_own_process(root: Path, iteration: int | None, typed: str) -> RunExport:
     # A process of its own: megatron-core is prepared for a machine without GPUs, and host memory is returned. Not
     # forked: a process that has used torch has threads and objects that do not survive it.
-    with ProcessPoolExecutor(1, get_context("spawn"), _hide_gpus) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _start_process) as pool:
         try:
             return pool.submit(_export, root, iteration, typed).result()
         except BrokenProcessPool as error:
@@ -76,8 +77,9 @@ def _in_own_process(root: Path, iteration: int | None, typed: str) -> RunExport:
             ) from error
 
 
-def _hide_gpus() -> None:
+def _start_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # deprecations of model classes, as in the command itself
 
 
 def _export(root: Path, iteration: int | None, typed: str) -> RunExport:

@@ -78,7 +78,7 @@ def log_data(
     if datasets.train is not None:
         for line in _repeated(uses, taken.batch_size):
             logger.warning(line)
-    for line in (*_evaluated_again(datasets, taken), *_other_tokenizer(tokenizer, uses, end_of_document)):
+    for line in (*_evaluated_again(data, datasets, taken), *_other_tokenizer(tokenizer, uses, end_of_document)):
         logger.warning(line)
 
 
@@ -151,9 +151,11 @@ def _repeated(uses: Sequence[_Use], size: int) -> Iterator[str]:
     )
 
 
-def _evaluated_again(datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
+def _evaluated_again(data: DatasetConfig, datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
     """Yield a warning for each held-out part that one evaluation repeats."""
-    batch = taken.eval_batch_size
+    batch, once = taken.eval_batch_size, ""
+    if data.kind in ("documents", "jsonl"):
+        once = f"{NAME.validation.full_validation}=true {NAME.validation.eval_iters}=0 (each sample once), or "
     for part, dataset in zip(("validation", "test"), _parts(datasets)[1:], strict=True):
         if dataset is None:
             continue
@@ -163,7 +165,7 @@ def _evaluated_again(datasets: Datasets, taken: TokensUsed) -> Iterator[str]:
             yield (
                 f"{NAME.validation.eval_iters}={taken.validation.eval_iters}: an evaluation uses {_number(wanted)} "
                 f"{part} samples and repeats them, as there are only {_number(samples)}. "
-                f"Fix: {fewer}more data for {part}."
+                f"Fix: {fewer}{once}more data for {part}."
             )
 
 

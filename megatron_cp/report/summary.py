@@ -80,10 +80,17 @@ def first_and_last_loss(run: LoggedRun) -> str:
     return f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not finite"
 
 
-def validation_loss(run: LoggedRun) -> str:
-    """Format the last validation loss, "" if there is none."""
-    losses = run.points("validation_loss")[1]
-    return f"{losses[-1]:.4f}" if losses else ""
+def _last(field: str) -> Callable[[LoggedRun], str]:
+    """Return a cell with the last value of a loss, "" if there is none."""
+
+    def cell(run: LoggedRun) -> str:
+        losses = run.points(field)[1]
+        return f"{losses[-1]:.4f}" if losses else ""
+
+    return cell
+
+
+validation_loss = _last("validation_loss")
 
 
 def _measured(run: LoggedRun) -> str:
@@ -123,6 +130,7 @@ _ROWS = {
     "iterations": _iterations,
     "lm loss, first and last step": first_and_last_loss,
     "validation loss": validation_loss,
+    "validation loss per sample": _last("validation_loss_per_sample"),
     "other evaluations": _measured,
     "tokens/s (median)": _number("tokens_per_s", "{:,.0f}"),
     "tokens/s a device (median)": _number("tokens_per_s_per_device", "{:,.0f}"),

@@ -66,7 +66,9 @@ class MockDataset(Dataset):
 
 
 def mock_documents(config: DatasetConfig, vocab_size: int, seed: int, split: str) -> MockVarlenDataset:
-    """Return the mock documents of a split; held-out ones are its share of ``mock_num_samples``.
+    """Return the mock documents of a split.
+
+    Held-out documents are the split's share of ``mock_num_samples``.
 
     Raises:
         DataError: the lengths cannot be read.

@@ -8,6 +8,7 @@ The order depends on neither the layout nor the length of the run. ``Stream.leng
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,6 +37,7 @@ from megatron_cp.launch import launcher
 from megatron_cp.parallel.collectives import run_on_all_ranks, run_once_per_node
 
 logger = logging.getLogger(__name__)
+_QUICKSTART = "runs/quickstart/data/"  # files of the recipes that continue the quick start
 KINDS = ("documents", "jsonl", "mock_documents")
 Source = DocumentDataset | MockVarlenDataset | DocumentsOfLength  # one epoch of samples
 
@@ -226,12 +228,19 @@ def check_files(config: DatasetConfig, tokenizer: Tokenizer, settings: Tokenizer
         paths, is_text = paths_of(config), config.kind == "jsonl"
         for path in paths:
             if is_text:
+                _check_exists(path)
                 check_first_row(path, tokenizer, config)
             else:
                 open_indexed(path)
         check_records(() if is_text else paths, config, tokenizer, settings)
     elif config.kind == "mock_documents" and config.mock_lengths not in DISTRIBUTIONS:
         _readable(config.mock_lengths)
+
+
+def _check_exists(path: str) -> None:
+    if not os.path.lexists(path):
+        made = "megatron-cp quickstart (writes it), or " if path.startswith(_QUICKSTART) else ""
+        raise DataError(f"{path}: cannot be read: No such file or directory. Fix: {made}name an existing file")
 
 
 def _readable(path: str) -> None:

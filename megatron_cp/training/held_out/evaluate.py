@@ -54,14 +54,17 @@ def evaluate_part(run: Run, name: str, dataset: Dataset | Stream | None, reporte
         else:
             loss, stop = _batches(run, dataset, asked_to_stop)
     if not stop:
-        if not loss.loss_tokens:
+        if not loss.loss_tokens and reporter.writes:
             logger.warning("%s: no token of the evaluated samples is in the loss, so there is no loss", name)
         reporter.evaluation(run.progress.iteration, name, loss, time.perf_counter() - began)
     return stop
 
 
 def _every_sample(run: Run, stream: Stream, asked_to_stop: Callable[[], int]) -> tuple[HeldOutLoss, int]:
-    """Evaluate each sample once; a document that is split into several samples counts as one."""
+    """Evaluate each sample once.
+
+    A document that is split into several samples counts as one.
+    """
     sources = cast("list[CountedSource]", stream.one_epoch())
     counts, stop = count_tokens(run, EverySample(sources), asked_to_stop)
     loss, tokens, _ = counts.documents[counts.documents[:, 1] > 0].T

@@ -39,7 +39,10 @@ def differences_from_run(measured: dict[str, Any], folder: Path, checkpoint: Pat
 def held_out_settings(
     data: DatasetConfig, tokenizer: TokenizerConfig, validation: ValidationConfig, samples: int
 ) -> dict[str, Any]:
-    """Return all settings that determine an evaluation's samples; a batch has ``samples``."""
+    """Return all settings that determine an evaluation's samples.
+
+    ``samples``: of a global batch.
+    """
     number: dict[str, Any] = {NAME.validation.full_validation: validation.full_validation}
     if not validation.full_validation:
         number |= {NAME.validation.eval_iters: validation.eval_iters, NAME.validation.eval_global_batch_size: samples}

@@ -67,7 +67,7 @@ class PackedSteps:
         scheduler: Scheduler | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """Use ``scheduler`` to make schedules, for ``num_steps`` steps; by default the configured ones."""
+        """Use ``scheduler`` for ``num_steps`` steps; by default the configured ones."""
         config, model, layout = run.config, run.config.model, run.layout
         size = config.train.global_batch_size
         if not training:

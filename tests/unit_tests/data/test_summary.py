@@ -46,7 +46,7 @@ def data_lines(caplog: pytest.LogCaptureFixture) -> Callable[..., tuple[str, lis
     def say(samples: int = 40, first: int = 0, **overrides: Any) -> tuple[str, list[str], Datasets]:
         given = {"train__train_iters": samples // 4, "tokenizer__eod_id": EOD, **overrides}
         config = tiny_config(**{"dataset__kind": None, "dataset__split": "1,0,0"} | given)
-        tokenizer, evaluated = build_tokenizer(config.tokenizer), config.validation.eval_iters * 4
+        tokenizer, evaluated = build_tokenizer(config.tokenizer), config.evaluation_samples
         wanted = 0 if config.train.skip_train else samples
         tested = evaluated * config.dataset.split.endswith("1")
         datasets = build_datasets(config.dataset, tokenizer, wanted, evaluated, tested)
@@ -145,7 +145,10 @@ def test_shares_of_documents(data_lines: Any, tmp_path: Path) -> None:
     assert (
         "uses 8 validation samples and repeats them, as there are only 4. Fix: validation.eval_iters=1, or" in others[0]
     )
-    assert "uses 8 test samples and repeats them, as there are only 1. Fix: more data for test." in others[1]
+    once = "validation.full_validation=true validation.eval_iters=0 (each sample once)"
+    assert f"uses 8 test samples and repeats them, as there are only 1. Fix: {once}, or more" in others[1]
+    line, others, _ = data_lines(8, **given | {"dataset__split": "8,1,1", "validation__full_validation": True})
+    assert line.endswith("| validation 10%, test 10%") and not others
 
 
 def test_files_of_their_own(data_lines: Any, tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_masked_mock_samples(data_lines: Any, masked: float, tmp_path: Path) -> 
 
 def test_lengths_that_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "lengths.txt").write_text("300\n31\n65\n64")
-    caplog.set_level(logging.INFO, "megatron_cp.data.samples.streams")
+    caplog.set_level(logging.INFO, "megatron_cp.data.samples.mock")
     config = tiny_config(
         dataset__kind=None, dataset__mock_lengths=f"{tmp_path}/lengths.txt", dataset__seq_length=64, **PACKED
     )

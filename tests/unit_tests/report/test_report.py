@@ -43,7 +43,7 @@ def run_folder(folder: Path, steps: int = 30, model: dict[str, Any] | None = Non
             line |= {"timers_s": {"data": 0.04, "forward_backward": 0.3, "optimizer": 0.06}}
             line |= {"peak_memory_bytes": 10_000_000 * i}
         lines.append(line)
-    lines.append({"iteration": steps, "validation_loss": 3.25})
+    lines.append({"iteration": steps, "validation_loss": 3.25, "validation_loss_per_sample": 3.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = {
         "recipe": "llama_tiny_pretrain_config",
@@ -61,7 +61,8 @@ def test_the_numbers(tmp_path: Path) -> None:
     assert rows["tokens/s a device (median)"] == ["662"]
     assert rows["iterations"] == ["30 of 40"] and rows["skipped steps"] == ["1"]
     assert rows["time by phase"] == ["forward-backward 75%, optimizer 15%, data 10%"]
-    assert rows["peak memory a rank, GB"] == ["0.30"] and rows["validation loss"] == ["3.2500"]
+    assert rows["peak memory a rank, GB"] == ["0.30"]
+    assert rows["validation loss"] == ["3.2500"] and rows["validation loss per sample"] == ["3.5000"]
     assert rows["layout"] == ["4 ranks: cp 4 (p2p)"] and rows["sequence length"] == ["256"]
     assert rows["step alone, ms (median)"] == ["400.0"] and rows["MFU of a measured peak (median)"] == ["0.160"]
     assert "padding (median)" not in rows and "MFU of a given peak (median)" not in rows

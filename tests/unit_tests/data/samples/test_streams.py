@@ -246,6 +246,9 @@ def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
         stream(packed, lines({"text": ""}), 5)
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read: No such file"):
         stream(packed, str(tmp_path / "missing.jsonl"), 5)
+    packed.dataset.kind, packed.dataset.data_path = "jsonl", "runs/quickstart/data/dialogues.jsonl"
+    with pytest.raises(DataError, match=r"such file .*Fix: megatron-cp quickstart \(writes it\), or name an existing"):
+        check_files(packed.dataset, ByteLevelTokenizer(), packed.tokenizer)
     (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(DataError, match=":1: is not UTF-8 text"):
         stream(packed, str(tmp_path / "bytes.jsonl"), 5)
