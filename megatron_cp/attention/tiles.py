@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
 
+from megatron_cp.attention.placement.layout import AnyLayout
 from megatron_cp.attention.sharding import Layout, RowSpan
 
 
@@ -112,7 +113,7 @@ class TilePlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(layout: Layout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> TilePlan:
+def plan(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask, size: TileSize) -> TilePlan:
     """Plan tiles of ``q_rank``'s queries and ``k_rank``'s keys."""
     return TilePlan(tuple(cover(layout.spans(q_rank), layout.spans(k_rank), mask, size)), not layout.is_dense)
 
@@ -155,7 +156,7 @@ def _are_the_same(queries: list[RowSpan], keys: list[RowSpan]) -> bool:
     )
 
 
-def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
+def touches(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask) -> bool:
     """Return whether any query of ``q_rank`` sees any key of ``k_rank``."""
     k_spans = _by_sequence(layout.spans(k_rank))
     return any(
@@ -165,8 +166,38 @@ def touches(layout: Layout, q_rank: int, k_rank: int, mask: Mask) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def seen(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask) -> tuple[RowSpan, ...]:
+    """Return the rows of ``k_rank`` that some query of ``q_rank`` sees, in row order; consecutive tokens join."""
+    queries = _by_sequence(layout.spans(q_rank))
+    found: list[RowSpan] = []
+    for k_span in layout.spans(k_rank):
+        tiles = (_trim(_region(q_span, k_span, mask)) for q_span in queries.get(k_span.sequence, ()))
+        for row, end in sorted((tile.k_row, tile.k_row + tile.k_length) for tile in tiles if tile is not None):
+            rows = RowSpan(row, end - row, k_span.position + row - k_span.row, k_span.sequence)
+            last = found[-1] if found else None
+            if last and row <= last.row + last.length and _diagonal(last) == _diagonal(rows):
+                found[-1] = replace(last, length=max(end, last.row + last.length) - last.row)
+            else:
+                found.append(rows)
+    return tuple(found)
+
+
+def _diagonal(span: RowSpan) -> tuple[int, int]:
+    return span.sequence, span.position - span.row
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_seen(layout: AnyLayout, q_rank: int, k_ranks: tuple[int, ...], mask: Mask, size: TileSize) -> TilePlan:
+    """Plan tiles of ``q_rank``'s queries and the rows that it sees of ``k_ranks``, which follow each other."""
+    spans: list[RowSpan] = []
+    for span in (span for k_rank in k_ranks for span in seen(layout, q_rank, k_rank, mask)):
+        spans.append(replace(span, row=spans[-1].row + spans[-1].length if spans else 0))
+    return TilePlan(tuple(cover(layout.spans(q_rank), tuple(spans), mask, size)), packed=True)
+
+
 @functools.lru_cache(maxsize=256)
-def ring_shifts(layout: Layout, mask: Mask) -> tuple[int, ...]:
+def ring_shifts(layout: AnyLayout, mask: Mask) -> tuple[int, ...]:
     """Return the distances at which some rank sees a key; 0 is first.
 
     A ring needs to stop only at these: keys and values may skip the others.
