@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attention.sharding import Layout
+from megatron_cp.attention.placement.layout import AnyLayout
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports.comm import Peers
 from megatron_cp.attention.transports.registry import HEADS, KEYS, RING, Transport, transport_named
@@ -114,7 +114,7 @@ class AttentionCall:
     the pairs that this rank computes. ``saved``: set in a first call, or used in a second one.
     """
 
-    layout: Layout
+    layout: AnyLayout
     mask: Mask
     scale: float
     deterministic: bool = False

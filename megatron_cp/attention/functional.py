@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair, SavedResult
 from megatron_cp.attention.eager import never_compiled
+from megatron_cp.attention.placement.layout import AnyLayout, PlacedLayout
 from megatron_cp.attention.sharding import Layout, read_offsets
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports.comm import Peers
@@ -35,6 +36,7 @@ def context_parallel_attention(
     window_size: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
+    placed: PlacedLayout | None = None,
     softmax_scale: float | None = None,
     softmax_offset: Tensor | None = None,
     deterministic: bool = False,
@@ -56,6 +58,8 @@ def context_parallel_attention(
         cu_seqlens: int [sequences + 1], cumulative numbers of real tokens of the whole pack, equal on every rank.
         cu_seqlens_padded: the same with each sequence's padding (default: none). Every padded length must be a multiple
             of twice the group's size. Padding, and rows after the last sequence, give zeros and get zero gradients.
+        placed: a pack whose documents are not in zigzag (``PlacedLayout.balanced``), instead of ``cu_seqlens``: each
+            rank has the rows of ``PlacedLayout.shard``. Every rank passes an equal one.
         softmax_scale: factor on the scores, default ``1 / sqrt(d_qk)``; may be 0 or negative.
         softmax_offset: [heads], the score per head of one more key whose value is zero (attention sink); zeros for
             ``off-by-one``. Its gradient is this rank's part: sum it over the ranks of the group.
@@ -79,6 +83,7 @@ def context_parallel_attention(
         mask=mask,
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
+        placed=placed,
         softmax_scale=softmax_scale,
         softmax_offset=softmax_offset,
         deterministic=deterministic,
@@ -95,6 +100,7 @@ def attend_in_context(
     mask: Mask,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
+    placed: PlacedLayout | None = None,
     softmax_scale: float | None = None,
     softmax_offset: Tensor | None = None,
     deterministic: bool = False,
@@ -108,32 +114,18 @@ def attend_in_context(
     place, to each head's largest scaled score of the pairs that this rank computes: all ranks' maximum is the whole's.
     ``saved``: see :class:`SavedResult`; its ``out`` has four dimensions, also of packs.
     """
-    packed = cu_seqlens is not None
+    packed = cu_seqlens is not None or placed is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
         tensors = {"query": query, "key": key, "value": value, "softmax_offset": softmax_offset}
         facts: dict[str, Any] = {n: None if x is None else (tuple(x.shape), str(x.dtype)) for n, x in tensors.items()}
         offsets = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
         facts |= {name: None if x is None else read_offsets(x) for name, x in offsets.items()}
+        facts["placed"] = placed
         facts |= {"comm_type": context.comm_type, "causal and window_size": mask, "softmax_scale": softmax_scale}
         context.check_consistency(facts)
     _check_tensors(query, key, value, packed, softmax_offset)
-    if cu_seqlens is None:
-        if cu_seqlens_padded is not None:
-            raise ValueError("cu_seqlens_padded is given without cu_seqlens: pass the real lengths too")
-        if context.size > 1 and query.shape[0] % 2:
-            raise ValueError(
-                f"query has {query.shape[0]} rows: a zigzag shard has two equal chunks, so rows must be even"
-            )
-        layout = Layout.dense(query.shape[0] * context.size, context.size)
-    else:
-        padded = None if cu_seqlens_padded is None else read_offsets(cu_seqlens_padded)
-        layout = Layout.packed(read_offsets(cu_seqlens), padded, context.size)
-        if layout.rows > query.shape[0]:
-            name = "cu_seqlens" if padded is None else "cu_seqlens_padded"
-            raise ValueError(
-                f"{name} ends at {sum(layout.padded)}, which is {layout.rows} rows for each of {context.size} ranks, "
-                f"but query has {query.shape[0]}"
-            )
+    layout = _layout_of(context, query.shape[0], cu_seqlens, cu_seqlens_padded, placed)
+    if packed:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     rows = query.shape[0]
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
@@ -149,6 +141,40 @@ def attend_in_context(
         out = _transport(context, query, key, value, softmax_offset, call)
         out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
     return out.squeeze(1) if packed else out
+
+
+def _layout_of(
+    context: CPContext,
+    rows: int,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    placed: PlacedLayout | None,
+) -> AnyLayout:
+    """Return the layout of ``rows`` on each rank; raise ValueError if it does not fit them or the ranks."""
+    if placed is not None:
+        if cu_seqlens is not None or cu_seqlens_padded is not None:
+            raise ValueError("placed and cu_seqlens are both given: pass the pack's lengths by one of them")
+        if placed.size != context.size or placed.rows > rows:
+            raise ValueError(
+                f"placed has {placed.rows} rows on each of {placed.size} ranks, but query has {rows} on "
+                f"{context.size} ranks"
+            )
+        return placed
+    if cu_seqlens is None:
+        if cu_seqlens_padded is not None:
+            raise ValueError("cu_seqlens_padded is given without cu_seqlens: pass the real lengths too")
+        if context.size > 1 and rows % 2:
+            raise ValueError(f"query has {rows} rows: a zigzag shard has two equal chunks, so rows must be even")
+        return Layout.dense(rows * context.size, context.size)
+    padded = None if cu_seqlens_padded is None else read_offsets(cu_seqlens_padded)
+    layout = Layout.packed(read_offsets(cu_seqlens), padded, context.size)
+    if layout.rows > rows:
+        name = "cu_seqlens" if padded is None else "cu_seqlens_padded"
+        raise ValueError(
+            f"{name} ends at {sum(layout.padded)}, which is {layout.rows} rows for each of {context.size} ranks, "
+            f"but query has {rows}"
+        )
+    return layout
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

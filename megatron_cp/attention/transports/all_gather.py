@@ -16,16 +16,20 @@ from megatron_cp.attention.context import AttentionCall
 from megatron_cp.attention.kernels.dispatch import attend, attend_backward, backward_tiles, forward_tiles
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.tiles import plan_gathered
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.pieces import pieces_attention
 
 
 def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
     """Attend with local queries to all ranks' keys and values: [s_local, b, h, d]."""
+    if isinstance(call.layout, PlacedLayout):
+        return pieces_attention(query, key, value, softmax_offset, call, peers, one_by_one=False)
     return _AllGather.apply(query, key, value, softmax_offset, call, peers)
 
 

@@ -18,6 +18,7 @@ from megatron_cp.attention.context import AttentionCall, SavedResult
 from megatron_cp.attention.heads import HeadSplit
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.attention.placement.layout import AnyLayout, PlacedLayout
 from megatron_cp.attention.sharding import Layout, RowRun, regroup_runs
 from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.transports import comm
@@ -88,10 +89,12 @@ class _Exchange:
     pack: Layout | None
 
     @classmethod
-    def of(cls, peers: Peers, layout: Layout) -> _Exchange:
+    def of(cls, peers: Peers, layout: AnyLayout) -> _Exchange:
         if layout.is_dense:
             return cls(peers, regroup_runs(layout, peers.size), None)
         one_by_one = [[RowRun(0, rank * layout.rows, layout.rows)] for rank in range(peers.size)]
+        if isinstance(layout, PlacedLayout):  # groups of neighbours have their rows in rank order
+            return cls(peers, one_by_one, None)
         return cls(peers, one_by_one, layout)
 
     @property

@@ -71,8 +71,8 @@ def exchange[T](
 ) -> PendingReceive[T]:
     """Send ``outgoing[r]`` to each rank r, and fill ``incoming[r]``.
 
-    Each has one or two tensors. An all-to-all without buffers, whose parts may lie anywhere. Overlapping exchanges need
-    different ``index``.
+    Each has up to two tensors, as many as the other rank expects. An all-to-all without buffers, whose parts may lie
+    anywhere. Overlapping exchanges need different ``index``.
     """
     operations, sent = [], []
     others = [rank for rank in range(peers.size) if rank != peers.rank]
@@ -82,7 +82,7 @@ def exchange[T](
             operations.append(dist.P2POp(dist.isend, sent[-1], group=peers.group, tag=tag, group_peer=rank))
         for tag, part in enumerate(incoming[rank], EXCHANGE_TAG + 2 * index):
             operations.append(dist.P2POp(dist.irecv, part, group=peers.group, tag=tag, group_peer=rank))
-    return PendingReceive(content, dist.batch_isend_irecv(operations), keep=sent)
+    return PendingReceive(content, dist.batch_isend_irecv(operations) if operations else [], keep=sent)
 
 
 def all_gather[T](

@@ -25,15 +25,19 @@ from megatron_cp.attention.kernels.dispatch import (
 )
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.tiles import plan, ring_shifts
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
+from megatron_cp.attention.transports.pieces import pieces_attention
 
 
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall, peers: Peers
 ) -> Tensor:
     """Attend with local queries to all ranks' keys and values: [s_local, b, h, d]."""
+    if isinstance(call.layout, PlacedLayout) and peers.size > 1:
+        return pieces_attention(query, key, value, softmax_offset, call, peers, one_by_one=True)
     return _Ring.apply(query, key, value, softmax_offset, call, peers)
 
 

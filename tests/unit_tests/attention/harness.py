@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp.attention import context_parallel_attention
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.reference import reference_attention
 from megatron_cp.attention.sharding import shard_sequence
 
@@ -35,6 +37,12 @@ class Case:
     offset: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    placed: PlacedLayout | None = None
+
+    @classmethod
+    def of_placed(cls, placed: PlacedLayout, **options: Any) -> Case:
+        """A pack in pieces."""
+        return cls(cu_seqlens=(0, *accumulate(placed.lengths)), placed=placed, **options)
 
     @property
     def padded(self) -> tuple[int, ...] | None:
@@ -66,7 +74,7 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
 
     def shard(self, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return shard_sequence(x, 0, rank, size, self.padded)
+        return shard_sequence(x, 0, rank, size, self.padded) if self.placed is None else self.placed.shard(x, rank)
 
 
 def reference_of_pack(
@@ -121,10 +129,13 @@ def run_sharded(case: Case, group, comm_type: str) -> list[torch.Tensor]:
         comm_type=comm_type,
         causal=case.causal,
         window_size=case.window,
-        cu_seqlens=None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, dtype=torch.int32),
+        cu_seqlens=(
+            None if case.cu_seqlens is None or case.placed else torch.tensor(case.cu_seqlens, dtype=torch.int32)
+        ),
         cu_seqlens_padded=(
             None if case.cu_seqlens_padded is None else torch.tensor(case.cu_seqlens_padded, dtype=torch.int32)
         ),
+        placed=case.placed,
         softmax_scale=case.scale,
         softmax_offset=offset,
     )
