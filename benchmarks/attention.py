@@ -80,11 +80,15 @@ def keep_freed_memory() -> None:
 
 
 class Bench:
-    """Run calls in turn: one process on the whole problem, and all ranks on their shards."""
+    """Run calls in turn: one process on the whole problem, and all ranks on their shards.
 
-    def __init__(self, repeats: int, device: torch.device) -> None:
+    ``threads`` of the one process; None: as many as there are ranks.
+    """
+
+    def __init__(self, repeats: int, device: torch.device, threads: int | None = None) -> None:
         self.repeats, self.device = repeats, device
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.threads = threads or self.size
 
     def log(self, *words: object) -> None:
         if self.rank == 0:
@@ -94,7 +98,7 @@ class Bench:
         """Time a call: the slowest rank, or rank 0 alone with all cores."""
         dist.barrier()
         if self.device.type == "cpu":
-            torch.set_num_threads(self.size if alone else 1)
+            torch.set_num_threads(self.threads if alone else 1)
         wall, cpu = time.perf_counter(), time.process_time()
         if self.rank == 0 or not alone:
             call()
