@@ -202,7 +202,8 @@ class _Rank:
         documents, starts, stops = self.pool.documents, self.starts, self.stops
         whole, missing = self._lightest(self.tokens - tail, self.end if cut is None else min(cut, self.end))
         pieces = [Piece(documents[index], starts[index], stops[index]) for index in self.picked]
-        pieces += map(Piece._make, zip(documents[:whole], starts, stops))  # noqa: B905
+        # As Piece._make, which takes a fifth of the time to plan.
+        pieces += map(tuple.__new__, repeat(Piece), zip(documents[:whole], starts, stops))  # noqa: B905
         touched = set(self.picked)
         head = self._head(cut, whole, missing, tail) if missing else None
         if cut is not None:

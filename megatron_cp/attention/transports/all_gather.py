@@ -17,6 +17,7 @@ from megatron_cp.attention.kernels.dispatch import attend, attend_backward, back
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, softmax_offset_grad
 from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.attention.placement.layout import PlacedLayout
+from megatron_cp.attention.sharding import Layout
 from megatron_cp.attention.tables import regroup_rows
 from megatron_cp.attention.tiles import plan_gathered
 from megatron_cp.attention.transports import comm
@@ -67,6 +68,7 @@ class _AllGather(torch.autograd.Function):
 
 def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tuple[Tensor, Tensor]:
     """Gather all ranks' keys and values, in the order of ``Layout.gathered_spans``."""
+    assert isinstance(call.layout, Layout)
     parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, x in enumerate((key, value)):
@@ -80,6 +82,7 @@ def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tu
 
 def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
     """Yield this rank's rows of gathered gradients, summed over ranks in rank order."""
+    assert isinstance(call.layout, Layout)
     parts = 2 if call.layout.is_dense else 1
     arriving = []
     for index, gradient in enumerate((dkeys, dvalues)):

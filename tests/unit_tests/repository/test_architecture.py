@@ -55,6 +55,8 @@ PURE = [
         if path.parent.name != "runtime"
     ),
     "megatron_cp.attention.sharding",
+    "megatron_cp.attention.placement.layout",
+    "megatron_cp.attention.placement.planner",
     "megatron_cp.attention.heads",
     "megatron_cp.attention.transports.registry",
     "megatron_cp.attention.transports.select",
