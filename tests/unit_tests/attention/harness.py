@@ -41,7 +41,7 @@ class Case:
 
     @classmethod
     def of_placed(cls, placed: PlacedLayout, **options: Any) -> Case:
-        """A pack in pieces."""
+        """Build the case of a pack in pieces."""
         return cls(cu_seqlens=(0, *accumulate(placed.lengths)), placed=placed, **options)
 
     @property

@@ -56,7 +56,7 @@ def test_the_layout_has_the_placed_tokens_and_sends_the_counted_rows(lengths, si
 
 
 def every_placement(lengths: Sequence[int], size: int) -> Iterator[Placement]:
-    """The naive twin: all ways to give ranks equal tokens."""
+    """Yield all ways to give ranks equal tokens, as a naive twin."""
     tokens = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
     for ranks in itertools.product(range(size), repeat=len(tokens)):
         placement: list[list[Piece]] = [[] for _ in range(size)]

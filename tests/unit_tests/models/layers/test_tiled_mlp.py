@@ -151,8 +151,9 @@ def test_tiles_are_computed_in_the_forward_pass_and_before_their_backward_pass(
 
 
 def losses_of(overrides: Overrides) -> tuple[list[tuple[float, ...]], list[float]]:
-    """Return the losses and the gradient norm of each step, and how often a parameter's gradient becomes ready in a
-    microbatch, all numbers that occur.
+    """Return losses and gradient norm of each step, and how often gradients become ready.
+
+    The latter are all numbers that occur, of a parameter in a microbatch.
     """
     run, batches = start(tiny_config(**overrides))
     ready: Counter[int] = Counter()
