@@ -1,4 +1,4 @@
-"""Compare zigzag with placed documents in packs: balance, rows received, CPU time of attention, time to plan.
+"""Compare zigzag with packs in pieces: balance, rows, CPU time, time to plan.
 
     python benchmarks/packs.py                                   # plans of drawn packs: no process groups, no torch
     python benchmarks/packs.py --part attention --ranks 4        # forward and backward on gloo ranks
@@ -97,7 +97,7 @@ def show_plans(count: int, longest: int) -> None:
 
 
 def show_planning(repeats: int, longest: int) -> None:
-    """Print the CPU time of a plan, beside that of an empty loop, which shows how fast the core is now."""
+    """Print the CPU time of a plan, and of an empty loop as a measure of the core."""
 
     def best(call: object, *args: object) -> float:
         times = []

@@ -150,7 +150,10 @@ def _layout_of(
     cu_seqlens_padded: Tensor | None,
     placed: PlacedLayout | None,
 ) -> AnyLayout:
-    """Return the layout of ``rows`` on each rank; raise ValueError if it does not fit them or the ranks."""
+    """Return the layout of ``rows`` on each rank.
+
+    Raises ValueError if the arguments contradict each other, the rows or the ranks.
+    """
     if placed is not None:
         if cu_seqlens is not None or cu_seqlens_padded is not None:
             raise ValueError("placed and cu_seqlens are both given: pass the pack's lengths by one of them")

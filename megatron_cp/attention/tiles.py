@@ -168,7 +168,10 @@ def touches(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def seen(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask) -> tuple[RowSpan, ...]:
-    """Return the rows of ``k_rank`` that some query of ``q_rank`` sees, in row order; consecutive tokens join."""
+    """Return the rows of ``k_rank`` that queries of ``q_rank`` see.
+
+    In row order; consecutive tokens join.
+    """
     queries = _by_sequence(layout.spans(q_rank))
     found: list[RowSpan] = []
     for k_span in layout.spans(k_rank):
@@ -189,7 +192,7 @@ def _diagonal(span: RowSpan) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def plan_seen(layout: AnyLayout, q_rank: int, k_ranks: tuple[int, ...], mask: Mask, size: TileSize) -> TilePlan:
-    """Plan tiles of ``q_rank``'s queries and the rows that it sees of ``k_ranks``, which follow each other."""
+    """Plan tiles of ``q_rank``'s queries and the rows it sees of ``k_ranks``, joined."""
     spans: list[RowSpan] = []
     for span in (span for k_rank in k_ranks for span in seen(layout, q_rank, k_rank, mask)):
         spans.append(replace(span, row=spans[-1].row + spans[-1].length if spans else 0))

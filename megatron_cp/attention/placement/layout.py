@@ -1,4 +1,4 @@
-"""Layout of a pack whose documents are placed in pieces instead of in zigzag. Needs no torch."""
+"""Layout of a pack in pieces instead of in zigzag. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_cp.attention.sharding import Layout, RowSpan
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """Documents of ``lengths`` tokens, in pieces on ``size`` ranks of ``rows`` rows each.
+    """Documents of a pack, in pieces on ``size`` ranks of ``rows`` rows each.
 
     ``pieces`` has the spans of every rank, in row order; rows without a span are padding. Frozen and hashable, as a
     cache key of plans.
@@ -46,7 +46,7 @@ class PlacedLayout:
         return self.pieces[rank]
 
     def resized(self, size: int) -> PlacedLayout:
-        """Return the layout of groups of neighbours, which have their ranks' rows in rank order."""
+        """Return the layout of groups of neighbours, with their rows in rank order."""
         group = self.size // size
         joined = (
             tuple(
@@ -59,7 +59,7 @@ class PlacedLayout:
         return PlacedLayout(self.lengths, tuple(joined), self.rows * group)
 
     def tokens(self, rank: int) -> np.ndarray:
-        """Return the place in the unpadded pack of each row of ``rank``, int64 [rows]; -1 for padding."""
+        """Return each row's place in the unpadded pack, int64 [rows]; -1 for padding."""
         offsets = [0, *accumulate(self.lengths)]
         places = np.full(self.rows, -1, dtype=np.int64)
         for span in self.spans(rank):
@@ -68,7 +68,10 @@ class PlacedLayout:
         return places
 
     def shard(self, x: Any, rank: int) -> Any:
-        """Return ``rank``'s rows of a pack [tokens, ...]; padding is 0. Differentiable for tensors."""
+        """Return ``rank``'s rows of a pack [tokens, ...]; padding is 0.
+
+        ``x``: a torch tensor or NumPy array without padding. Differentiable for tensors.
+        """
         places = self.tokens(rank)
         rows = np.flatnonzero(places >= 0)
         if isinstance(x, np.ndarray):
@@ -92,7 +95,7 @@ AnyLayout = Layout | PlacedLayout
 
 
 def _in_rows(pieces: Sequence[tuple[int, int, int]]) -> tuple[RowSpan, ...]:
-    """Give pieces, sorted by document and position, consecutive rows; those that touch join."""
+    """Give sorted pieces consecutive rows; those that touch join."""
     spans: list[RowSpan] = []
     row = 0
     for document, start, stop in pieces:

@@ -1,4 +1,6 @@
-"""Place a pack's documents on ranks: equal tokens, nearly equal causal work, few cuts. Pure Python.
+"""Place a pack's documents on ranks: equal tokens, nearly equal work, few cuts.
+
+Pure Python.
 
 Each rank but the last is filled in turn with its share of the tokens and with the mean work of the remaining ranks. It
 takes the longest documents that fit beside the shortest ones. If none fits, it takes the *tail* of a document, as long
@@ -87,7 +89,7 @@ class _Pool:
         self.work_before[index] += causal_pairs(start, start + tokens)
 
     def remove(self, first: int, others: set[int]) -> None:
-        """Remove the ``first`` parts, and replace those of these indices by what is left of them."""
+        """Remove the ``first`` parts; replace ``others`` by what is left of them."""
         changed, kept = len(self.stops), []
         for changed in sorted(others, reverse=True):
             document, start, stop = self.documents[changed], self.starts[changed], self.stops[changed]
@@ -143,7 +145,7 @@ class _Rank:
         return self._longest(lambda tail: self._with_tail(index, tail) <= self.work, self._room(index))
 
     def _pick(self) -> int | None:
-        """Pick whole parts until the lightest fill the rest; return the part to cut, or None."""
+        """Pick whole parts until the lightest fill the rest; return the part to cut."""
         while self.tokens:
             whole, missing = self._lightest(self.tokens, self.end)
             lightest = self._work_of(whole)
@@ -172,7 +174,7 @@ class _Rank:
         return last - 1
 
     def _strands(self, pick: int) -> bool:
-        """Return whether the heaviest other part cannot give the work that ``pick`` leaves to do."""
+        """Return whether no other part can give the work that ``pick`` leaves to do."""
         tokens = self.tokens - self._size(pick)
         heaviest = len(self.starts) - 1
         while heaviest in self.picked:
@@ -231,7 +233,7 @@ class _Rank:
         return pieces
 
     def _lightest(self, tokens: int, end: int) -> tuple[int, int]:
-        """Return how many of the lightest parts fit in ``tokens``, and the tokens left over."""
+        """Return how many of the lightest parts fit, and the tokens left over."""
         tokens += self.tokens_before[0]
         count = bisect_right(self.tokens_before, tokens, 0, end + 1) - 1
         return count, tokens - self.tokens_before[count]
@@ -263,7 +265,7 @@ class _Rank:
         return work + causal_pairs(self.starts[head], self.starts[head] + missing)
 
     def _head(self, cut: int | None, first: int, tokens: int, tail: int) -> int | None:
-        """Return a part whose head has ``tokens``: the cut one, which saves rows, or a light one."""
+        """Return a part whose head fills up: the cut one, to save rows, or a light one."""
         own = cut is not None and self._size(cut) - tail >= tokens
         if cut is not None and own:
             further = self.starts[cut] - self.starts[first]
@@ -285,7 +287,7 @@ class _Rank:
 
     @staticmethod
     def _longest(holds: Callable[[int], bool], limit: int) -> int:
-        """Return the largest number up to ``limit`` that ``holds``, by bisection; 0 if none."""
+        """Return the largest number up to ``limit`` that holds, by bisection, or 0."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""``p2p`` and ``all_gather`` of a placed pack: each rank gets only the keys and values that its queries see.
+"""``p2p`` and ``all_gather`` of a pack in pieces: send only rows that are seen.
 
 Rows go directly from the rank that has them to each rank that needs them. Stages are distances between ranks: one each
 (``p2p``), so that a rank computes while the next rows arrive, or all at once (``all_gather``). The rank's own keys come
@@ -42,7 +42,10 @@ def pieces_attention(
     *,
     one_by_one: bool,
 ) -> Tensor:
-    """Attend with local queries to all ranks' keys and values: [s_local, b, h, d]; differentiable."""
+    """Attend with local queries to all ranks' keys and values: [s_local, b, h, d].
+
+    Differentiable. ``one_by_one``: a stage for each rank that rows come from; otherwise one stage.
+    """
     distances = ring_shifts(call.layout, call.mask)[1:]
     stages = [(distance,) for distance in distances] if one_by_one else [distances] if distances else []
     return _Pieces.apply(query, key, value, softmax_offset, call, peers, stages)
@@ -107,7 +110,7 @@ class _Pieces(torch.autograd.Function):
 def _send_keys(
     key: Tensor, value: Tensor, call: AttentionCall, peers: Peers, stage: Stage
 ) -> comm.PendingReceive[KeyValue]:
-    """Send the rows that the ranks ahead see, and receive those that this rank sees of the ranks behind."""
+    """Send rows that the ranks ahead see; receive what this rank sees of those behind."""
     outgoing: list[list[Tensor]] = [[] for _ in range(peers.size)]
     for rank in _targets(stage, peers):
         rows = _rows_seen(call, rank, peers.rank)
@@ -121,7 +124,7 @@ def _send_keys(
 def _return_gradients(
     dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers, stage: Stage
 ) -> comm.PendingReceive[list[list[Tensor]]]:
-    """Return the gradients of received rows to their ranks, and receive those of this rank's rows."""
+    """Return gradients of received rows, and receive those of this rank's rows."""
     counts = {rank: sum(map(_length, _rows_seen(call, peers.rank, rank))) for rank in _sources(stage, peers)}
     dtype = accumulation_dtype(dkeys.dtype)
     incoming: list[list[Tensor]] = [[] for _ in range(peers.size)]
