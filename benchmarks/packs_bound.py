@@ -24,10 +24,11 @@ def rows_received(placement: Sequence[Sequence[Piece]]) -> int:
 def lower_bound(lengths: Sequence[int], size: int, most_work: int) -> int:
     """Return the fewest rows to receive with equal tokens and bounded work.
 
-    No rank has more than ``most_work`` query-key pairs. Sort the ranks that have tokens of a document by their last one, e_1 <= e_2 <= ... = length. Each needs the keys up
-    to its e, so all receive the sum of the e without the last. The m ranks with the latest tokens have all tokens from
-    the e before theirs on. They also have m ranks' tokens, which are at least as much work as the pack's lightest. So
-    e is bounded by m ranks' work. Exact for one document; the bound lets every document have the lightest tokens.
+    No rank has more than ``most_work`` query-key pairs. Sort the ranks that have tokens of a document by their last
+    one, e_1 <= e_2 <= ... = length. Each needs the keys up to its e, so all receive the sum of the e without the last.
+    The m ranks with the latest tokens have all tokens from the e before theirs on. They also have m ranks' tokens,
+    which are at least as much work as the pack's lightest. So e is bounded by m ranks' work. Exact for one document;
+    the bound lets every document have the lightest tokens.
     """
     longest = max(lengths, default=0)
     fewest, most = sum(lengths) // size, -(-sum(lengths) // size)
