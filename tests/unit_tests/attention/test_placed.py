@@ -48,6 +48,7 @@ def random_cases(seed: int, count: int, size: int) -> list[tuple[str, Case]]:
         window = (draw.randint(-1, 60), draw.randint(-1, 60)) if draw.random() < 0.3 else None
         case = Case.of_placed(
             placed,
+            heads=4 if size % 3 else 12,
             kv_heads=draw.choice([1, 2, 4]),
             qk_dim=draw.choice([8, 16]),
             causal=draw.random() < 0.7,
