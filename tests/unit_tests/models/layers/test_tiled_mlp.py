@@ -100,7 +100,9 @@ def test_a_second_derivative_raises() -> None:
 # The memory.
 
 
-@pytest.mark.parametrize("model", [{}, SHARED], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model", [pytest.param({}, id="dense"), pytest.param(SHARED, id="experts", marks=pytest.mark.slow)]
+)
 def test_memory_does_not_grow_with_the_intermediates(model: Overrides) -> None:
     """Without tiles a longer sequence keeps five tensors as wide as the MLP; with tiles less than the size of one."""
     width = 2048
