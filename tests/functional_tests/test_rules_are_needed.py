@@ -59,7 +59,7 @@ ERROR = {
     "C7": r"hierarchical\[0\] must be an integer of at least 1",
     "D1": "query has 6 heads on this rank, which are not divisible",
     "D2": "query has 9 heads on this rank, which are not divisible",
-    "D14": "shape|divisible|size of tensor",
+    "D14": "don.t multiply up to the size of dim 2",
     "D15": "shape|size of tensor",
     "E11": "attention_dropout=0.1 is not supported",
     "G1": "Cannot average in collective when calculating per-token loss!",
