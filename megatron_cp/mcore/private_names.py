@@ -12,6 +12,7 @@ from megatron.core import recompute, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -35,6 +36,11 @@ def in_backward_pass() -> bool:
     megatron-core's ``is_checkpointing`` stays true after an error in a recomputed layer.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def rotary_scale(attention: Attention) -> float:
+    """Return the concentration factor of an attention's rotary embedding."""
+    return attention._yarn_concentration_factor
 
 
 def keep_expert_bias_in_float32(router: TopKRouter) -> None:

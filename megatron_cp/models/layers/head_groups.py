@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_cp.attention.context import SavedResult
 from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.config.names import NAME
+from megatron_cp.mcore.private_names import rotary_scale
 
 # (projection [s, b, queries + keys + values of a group], number of the group, result) -> output [s, b, heads * d]
 Attend = Callable[[Tensor, int, SavedResult], Tensor]
@@ -118,7 +119,7 @@ class HeadGroupsAttention(SelfAttention):
             plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
             bounds = padded[0] if padded[0] is not None else plain[0], padded[1] if padded[1] is not None else plain[1]
         for x, angle, cu_seqlens in zip(tensors, angles, bounds, strict=True):
-            scale = self._yarn_concentration_factor
+            scale = rotary_scale(self)
             yield apply_rotary_pos_emb(
                 x, angle, config=self.config, cu_seqlens=cu_seqlens, mscale=scale, cp_group=group
             )
