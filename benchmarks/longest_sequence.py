@@ -38,8 +38,9 @@ _LONGEST = 2**27
 _ONE_SAMPLE: Settings = {NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
 # What the planner may not use, by column.
 COLUMNS: dict[str, Settings] = {
-    "without offload": {NAME.model.offload_layer_inputs: False},
-    "with offload": {},
+    "plain": {NAME.model.offload_layer_inputs: False, NAME.model.mlp_chunk_size: None},
+    "tiles": {NAME.model.offload_layer_inputs: False},
+    "tiles, offload": {},
 }
 
 

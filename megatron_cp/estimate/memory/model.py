@@ -17,7 +17,7 @@ from megatron_cp.estimate.memory.parts import (
     layer_cost,
     whole_layers_again,
 )
-from megatron_cp.estimate.memory.platform import GPU, Platform
+from megatron_cp.estimate.memory.platform import Platform, gpu_of
 from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
 from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
@@ -28,13 +28,17 @@ Kinds = defaultdict[str, float]  # bytes by kind
 BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
 
 
-def memory_estimate(job: Job, where: Platform = GPU) -> MemoryEstimate:
-    """Estimate peak memory of the pipeline stage with the highest use."""
+def memory_estimate(job: Job, where: Platform | None = None) -> MemoryEstimate:
+    """Estimate peak memory of the pipeline stage with the highest use.
+
+    ``where`` None: a GPU.
+    """
     return max(stage_estimates(job, where), key=lambda found: found.total)
 
 
-def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]:
+def stage_estimates(job: Job, where: Platform | None = None) -> Iterator[MemoryEstimate]:
     """Estimate each distinct pipeline stage; later equal stages use less."""
+    where = where or gpu_of(job.model)
     settings = LayerSettings(job, where)
     seen, stages = set(), chunks_of_stages(job.model)
     for stage, chunks in enumerate(stages):
@@ -44,8 +48,9 @@ def stage_estimates(job: Job, where: Platform = GPU) -> Iterator[MemoryEstimate]
             yield _stage(job, where, settings, stage, chunks)
 
 
-def stage_estimate(job: Job, stage: int, where: Platform = GPU) -> MemoryEstimate:
+def stage_estimate(job: Job, stage: int, where: Platform | None = None) -> MemoryEstimate:
     """Estimate peak memory of one pipeline stage."""
+    where = where or gpu_of(job.model)
     settings = LayerSettings(job, where)
     return _stage(job, where, settings, stage, chunks_of_stages(job.model)[stage])
 

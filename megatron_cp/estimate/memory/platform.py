@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megatron_cp.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,12 @@ class Platform:
 
 CPU = Platform(te_layers=False, offloads=False)
 GPU = Platform(te_layers=True, context=1.0 * 2**30, waste=0.04)
+GPU_WITH_LOCAL_LAYERS = replace(GPU, te_layers=False)
+
+
+def gpu_of(model: ModelConfig) -> Platform:
+    """Return a GPU with the layers that a model asks for.
+
+    megatron-core's local layers are counted as on a CPU, where more of them stays: fused kernels may need less.
+    """
+    return GPU_WITH_LOCAL_LAYERS if model.transformer_impl == "local" else GPU

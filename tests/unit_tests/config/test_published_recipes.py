@@ -72,6 +72,7 @@ HIERARCHICAL = {
     "llama32_1b_pretrain_hcp_config": (4, [2, 2], 8192),
     "llama3_8b_128k_hcp_config": (64, [2, 4], 131072),
     "llama3_8b_1m_hcp_config": (128, [4, 16], 1048576),
+    "llama31_8b_4m_hcp_config": (16, [4, 2], 4194304),
 }
 # Recipes with dynamic context parallelism -> the recipe that each of them extends.
 DYNAMIC = {"llama3_8b_128k_dynamic_cp_pretrain_config": "llama3_8b_128k_pretrain_config"}
