@@ -13,13 +13,10 @@ from megatron_cp.attention.transports.select import choices
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
-
-Settings = dict[str, Any]
+from megatron_cp.rules.savings import Settings, savings
 
 _MOST_TOKENS = 65536  # per rank, in a microbatch of several samples
 _MOST_VIRTUAL = 8  # virtual stages per pipeline stage
-_CHUNK = 4096  # tokens per chunk of the loss
-_TILE = 8192  # tokens per tile of an MLP: smaller ones read the weights too often
 _SPLIT = (
     NAME.model.account_for_embedding_in_pipeline_split,
     NAME.model.account_for_loss_in_pipeline_split,
@@ -27,16 +24,6 @@ _SPLIT = (
     NAME.model.num_layers_in_last_pipeline_stage,
 )
 _EVEN: Settings = dict(zip(_SPLIT, (False, False, None, None), strict=True))
-_RECOMPUTE = (
-    NAME.model.recompute_granularity,
-    NAME.model.recompute_method,
-    NAME.model.recompute_num_layers,
-    NAME.model.recompute_modules,
-)
-
-
-def _recompute(*values: Any) -> Settings:
-    return dict(itertools.zip_longest(_RECOMPUTE, values))
 
 
 @dataclass(frozen=True)
@@ -201,30 +188,8 @@ class Space:
         _, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
-        chunk, tile = NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunk_size
-        offload = NAME.model.offload_layer_inputs
-        plain = {**_recompute(), chunk: None, tile: None, offload: False}
-        chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
-        tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})
-        cheap = [plain, chunked, tiled]
-        again = [name for name, part in (("moe", "E"), ("mlp", "-")) if part in model.layer_letters]
-        again = again if not model.add_bias_linear else [name for name in again if name == "moe"]
-        steps = [*cheap, *([chunked | _recompute("selective", None, None, again)] if again else [])]
         layers = model.num_layers // pp // (schedule[NAME.model.virtual_pipeline_model_parallel_size] or 1)
-        whole = [_recompute("full", "block", layers // 2)] if layers >= 4 else []
-        for recomputed in (*whole, _recompute("full", "uniform", 1)):
-            steps += [chunked | recomputed, tiled | recomputed]
-        if self.case.environment.device == "gpu":
-            steps.append(steps[-1] | {offload: True})
-        unique = [step for number, step in enumerate(steps) if step not in steps[:number]]
-        if any(name in self.fixed for name in _RECOMPUTE):  # these settings define recomputation only together
-            given = {name: self.case.config.value_at(name) for name in _RECOMPUTE}
-            unique = [step | given for step in cheap]
-            if given[NAME.model.recompute_granularity] == "full":
-                unique.append(unique[-1] | {offload: True})
-        kept = {name: self.case.config.value_at(name) for name in (chunk, tile, offload) if name in self.fixed}
-        unique = [step | kept for step in unique]
-        return [step for number, step in enumerate(unique) if step not in unique[:number]]
+        return savings(self.case.config, tokens, layers, self.case.environment.device == "gpu", self.fixed)
 
 
 _SIZES = (

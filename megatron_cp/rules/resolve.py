@@ -17,6 +17,7 @@ from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.job import ASSUMED_VOCABULARY, assumed_job, device_of
 from megatron_cp.rules.remedies import Case
+from megatron_cp.rules.savings import choose_savings
 
 _MOST_SHOWN = 4  # transports in the reason for a choice
 
@@ -66,15 +67,29 @@ def backend_in(
 def resolve_auto(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[RunConfig, str | None]:
-    """Replace ``cp_comm_type=auto`` by a transport; also return the choice and reason.
+    """Replace ``auto`` of ``cp_comm_type`` and ``memory_savings``; also return choices and reasons.
 
     Returns the same configuration and None if nothing is ``auto`` or nothing can be chosen (the rules then report an
-    error). Given hierarchical sizes are kept, and the rules check them. Otherwise a node has ``gpus_per_node`` ranks;
-    by default the launcher's or the environment's number, else all ranks.
+    error). A node has ``gpus_per_node`` ranks; by default the launcher's or the environment's number, else all ranks.
+    """
+    choices = []
+    if "auto" in config.model.transports:
+        config, choice = _with_transport_chosen(config, world_size, gpus_per_node, environment)
+        choices.append(choice)
+    if config.model.memory_savings == "auto":
+        config, choice = choose_savings(Case(config, world_size, gpus_per_node, environment))
+        choices.append(choice)
+    return config, "\n".join(filter(None, choices)) or None
+
+
+def _with_transport_chosen(
+    config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
+) -> tuple[RunConfig, str | None]:
+    """Replace ``cp_comm_type=auto`` by a transport.
+
+    Given hierarchical sizes are kept, and the rules check them.
     """
     model = config.model
-    if "auto" not in model.transports:
-        return config, None
     given = model.hierarchical_context_parallel_sizes
     sizes: list[int] | None
     if given and model.context_parallel_size > 1:

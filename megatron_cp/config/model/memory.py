@@ -10,6 +10,12 @@ from megatron_cp.config.setting import LAYOUT, setting, size
 
 @dataclass
 class Memory:
+    memory_savings: Literal["off", "auto"] = setting(
+        "off",
+        "auto: if the settings do not fit the GPU's memory by the estimate, the first combination of recomputation, "
+        "chunked losses, tiled MLPs and offload that does",
+        LAYOUT,
+    )
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None, "full: recompute whole layers in the backward pass; selective: only recompute_modules", LAYOUT
     )

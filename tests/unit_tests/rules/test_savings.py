@@ -1,0 +1,76 @@
+"""``model.memory_savings=auto`` takes the first savings that fit a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_cp.config.recipes import load_recipe
+from megatron_cp.rules import Environment, check
+from megatron_cp.rules.memory import NEARLY_FULL, estimated
+from megatron_cp.rules.remedies import Case
+from megatron_cp.rules.resolve import resolve_auto
+from megatron_cp.rules.savings import choose_savings, savings
+
+AUTO = "model.memory_savings=auto"
+WIDE = ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true", "train.global_batch_size=8"]
+
+
+def case_of(length: int, *overrides: str, device: str = "gpu") -> Case:
+    """Return Llama 3.1 8B on eight ranks with samples of ``length`` tokens."""
+    lengths = [f"dataset.seq_length={length}", f"model.max_position_embeddings={length}"]
+    config = load_recipe("llama31_8b_pretrain_config", [AUTO, *WIDE, *lengths, *overrides])
+    return Case(config, 8, 8, Environment.of(device))
+
+
+def share(case: Case) -> float:
+    """Return the estimated peak as a share of what may be used of a GPU."""
+    found = estimated(case)
+    assert found is not None and case.environment.gpu_memory_gib is not None
+    return found.total / (NEARLY_FULL * case.environment.gpu_memory_gib * 2**30)
+
+
+@pytest.mark.parametrize("length", [2**15, 2**17, 2**18, 2**19, 2**20])
+def test_the_first_savings_that_fit_are_taken(length: int) -> None:
+    case = case_of(length)
+    chosen, text = choose_savings(case)
+    steps = savings(case.config, length // 2, 32, True)
+    tried = [{}, *steps]
+    for step in tried:
+        fields = {name.removeprefix("model."): value for name, value in step.items()}
+        config = replace(case.config, model=replace(case.config.model, memory_savings="off", **fields))
+        if share(replace(case, config=config)) <= 1:
+            break
+    assert chosen == config
+    assert share(replace(case, config=chosen)) <= 1
+    assert AUTO in text
+
+
+def test_more_is_saved_for_longer_samples() -> None:
+    short, long = (choose_savings(case_of(length))[0].model for length in (8192, 2**20))
+    assert (short.recompute_granularity, short.mlp_chunk_size, short.offload_layer_inputs) == ("selective", None, False)
+    assert (long.recompute_granularity, long.mlp_chunk_size, long.offload_layer_inputs) == ("full", 8192, True)
+
+
+def test_what_does_not_fit_with_all_savings_is_refused() -> None:
+    case = case_of(2**24)
+    chosen, _ = choose_savings(case)
+    assert chosen.model.offload_layer_inputs
+    assert "K66" in {violation.rule for violation in check(case.config, 8, 8, "gpu")}
+
+
+def test_a_cpu_saves_nothing_and_says_so() -> None:
+    case = case_of(2**20, device="cpu")
+    config, text = resolve_auto(case.config, 8, 8, case.environment)
+    assert config == replace(case.config, model=replace(case.config.model, memory_savings="off"))
+    assert text == f"{AUTO} saves nothing: the memory of a rank is not known"
+
+
+def test_the_choice_follows_that_of_the_transport() -> None:
+    case = case_of(2**18, "model.context_parallel_size=2", "model.cp_comm_type=auto")
+    config, text = resolve_auto(case.config, 8, 8, case.environment)
+    assert text is not None
+    first, second = text.splitlines()
+    assert first.startswith("model.cp_comm_type=auto is ") and second.startswith(AUTO)
+    assert config.model.memory_savings == "off" and "auto" not in config.model.transports
