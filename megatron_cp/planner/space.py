@@ -11,9 +11,9 @@ from typing import Any
 from megatron_cp.attention.transports.registry import RING
 from megatron_cp.attention.transports.select import choices
 from megatron_cp.config.names import NAME
+from megatron_cp.rules.memory import Settings, savings
 from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
-from megatron_cp.rules.savings import Settings, savings
 
 _MOST_TOKENS = 65536  # per rank, in a microbatch of several samples
 _MOST_VIRTUAL = 8  # virtual stages per pipeline stage

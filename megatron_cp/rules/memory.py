@@ -1,13 +1,33 @@
-"""The estimated peak memory of a case, and its line in the log. Pure."""
+"""The estimated peak memory of a case, its line in the log, and settings that lower it. Pure."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from megatron_cp.config.names import NAME
+from megatron_cp.config.overrides import override, quoted
+from megatron_cp.config.run_config import RunConfig
 from megatron_cp.estimate.job import MemoryEstimate
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
+Settings = dict[str, Any]
+
 NEARLY_FULL = 0.9  # share of a GPU's memory that estimates should stay below: they are a few percent off
+_CHUNK = 4096  # tokens per chunk of the loss
+_TILE = 8192  # tokens per tile of an MLP: smaller ones read the weights too often
+_RECOMPUTE = (
+    NAME.model.recompute_granularity,
+    NAME.model.recompute_method,
+    NAME.model.recompute_num_layers,
+    NAME.model.recompute_modules,
+)
+_OTHERS = (NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunk_size, NAME.model.offload_layer_inputs)
+_SWITCH = NAME.model.memory_savings
 
 
 def estimated(case: Case) -> MemoryEstimate | None:
@@ -51,3 +71,71 @@ def gib(size: float) -> str:
     """Return bytes as GiB with two or three digits."""
     number = size / 2**30
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def savings(
+    config: RunConfig, tokens: int, layers: int, on_gpu: bool, fixed: Collection[str] = frozenset()
+) -> list[Settings]:
+    """Return memory savings from none to all, roughly by increasing cost in time.
+
+    Args:
+        tokens: of a rank in a microbatch.
+        layers: of a pipeline stage, or of one of its virtual stages.
+        fixed: dotted names of settings that keep the configuration's value.
+    """
+    model, (chunk, tile, offload) = config.model, _OTHERS
+    plain = {**_recompute(), chunk: None, tile: None, offload: False}
+    chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
+    tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})
+    cheap = [plain, chunked, tiled]
+    again = [name for name, part in (("moe", "E"), ("mlp", "-")) if part in model.layer_letters]
+    again = again if not model.add_bias_linear else [name for name in again if name == "moe"]
+    steps = [*cheap, *([chunked | _recompute("selective", None, None, again)] if again else [])]
+    whole = [_recompute("full", "block", layers // 2)] if layers >= 4 else []
+    for recomputed in (*whole, _recompute("full", "uniform", 1)):
+        steps += [chunked | recomputed, tiled | recomputed]
+    if on_gpu:
+        steps.append(steps[-1] | {offload: True})
+    if any(name in fixed for name in _RECOMPUTE):  # these settings define recomputation only together
+        given = {name: config.value_at(name) for name in _RECOMPUTE}
+        steps = [step | given for step in cheap]
+        if given[NAME.model.recompute_granularity] == "full":
+            steps.append(steps[-1] | {offload: True})
+    kept = {name: config.value_at(name) for name in _OTHERS if name in fixed}
+    steps = [step | kept for step in steps]
+    return [step for number, step in enumerate(steps) if step not in steps[:number]]
+
+
+def _recompute(*values: Any) -> Settings:
+    return dict(itertools.zip_longest(_RECOMPUTE, values))
+
+
+def choose_savings(case: Case) -> tuple[RunConfig, str]:
+    """Replace ``memory_savings=auto`` by savings that fit the GPU; also return the choice.
+
+    The settings stay as they are if they fit. Else the first savings that do replace them. If nothing fits, the last
+    are chosen, and a rule reports the rest.
+    """
+    memory = case.environment.gpu_memory_gib
+    if memory is None:
+        return _with(case.config, {}), f"{_SWITCH}=auto saves nothing: the memory of a rank is not known"
+    model = case.config.model
+    layers = model.num_layers // model.pipeline_model_parallel_size
+    layers //= model.virtual_pipeline_model_parallel_size or 1
+    tokens = case.config.train.micro_batch_size * (model.max_seqlen_per_dp_cp_rank or model.tokens_per_rank)
+    for step in ({}, *savings(case.config, tokens, layers, case.environment.device == "gpu")):
+        config = _with(case.config, step)
+        peak = estimated(replace(case, config=config))
+        if peak is None:
+            return case.config, f"{_SWITCH}=auto: these sizes have no estimate"
+        total = peak.total
+        if total <= NEARLY_FULL * memory * 2**30:
+            break
+    changed = {name: value for name, value in step.items() if value != case.config.value_at(name)}
+    text = " ".join(quoted(override(*each)) for each in changed.items()) or "the settings as they are"
+    return config, f"{_SWITCH}=auto is {text}: estimated peak {gib(total)} of {memory:g} GiB"
+
+
+def _with(config: RunConfig, step: Settings) -> RunConfig:
+    fields = {name.partition(".")[2]: value for name, value in step.items()}
+    return replace(config, model=replace(config.model, memory_savings="off", **fields))

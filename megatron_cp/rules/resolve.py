@@ -16,8 +16,8 @@ from megatron_cp.models.vocabulary import known_vocab_size
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.job import ASSUMED_VOCABULARY, assumed_job, device_of
+from megatron_cp.rules.memory import choose_savings
 from megatron_cp.rules.remedies import Case
-from megatron_cp.rules.savings import choose_savings
 
 _MOST_SHOWN = 4  # transports in the reason for a choice
 

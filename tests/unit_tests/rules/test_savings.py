@@ -8,10 +8,9 @@ import pytest
 
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.rules import Environment, check
-from megatron_cp.rules.memory import NEARLY_FULL, estimated
+from megatron_cp.rules.memory import NEARLY_FULL, choose_savings, estimated, savings
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import resolve_auto
-from megatron_cp.rules.savings import choose_savings, savings
 
 AUTO = "model.memory_savings=auto"
 WIDE = ["model.tensor_model_parallel_size=4", "model.sequence_parallel=true", "train.global_batch_size=8"]
