@@ -57,7 +57,10 @@ def configuration(length: int, recompute: str, tile: int | None) -> dict[str, An
 
 
 def peak(overrides: dict[str, Any]) -> int:
-    """Return the peak bytes of live tensors in the second step, beyond those that live as long as the run."""
+    """Return the peak bytes of live tensors in the second step.
+
+    Without those that live as long as the run.
+    """
     run, batches = start(tiny_config(**overrides))
     train_step(run, next(batches).microbatches)
     with counted(run) as memory:

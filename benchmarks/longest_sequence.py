@@ -67,7 +67,10 @@ def _space(model: str, gpus: int, length: int, device: Device, fixed: Settings) 
 
 
 def longest(model: str, gpus: int, device: Device, fixed: Settings) -> Longest | None:
-    """Return the longest sequence in steps of a quarter of a power of two; None if no length fits."""
+    """Return the longest sequence; None if no length fits.
+
+    In steps of a quarter of a power of two.
+    """
     usable, models = NEARLY_FULL * device.memory, Models.on(device, min(device.gpus_per_node, gpus))
     power = longest_sequence(_space(model, gpus, 2 * _LONGEST, device, fixed), usable, models)
     for length in (power * 7 // 4, power * 3 // 2, power * 5 // 4, power) if power else ():

@@ -189,7 +189,7 @@ class Space:
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
         layers = model.num_layers // pp // (schedule[NAME.model.virtual_pipeline_model_parallel_size] or 1)
-        return savings(self.case.config, tokens, layers, self.case.environment.device == "gpu", self.fixed)
+        return savings(model, tokens, layers, self.case.environment.device == "gpu", self.fixed)
 
 
 _SIZES = (

@@ -1,4 +1,4 @@
-"""The estimated peak memory of a case, its line in the log, and settings that lower it. Pure."""
+"""The estimated peak memory of a case, and settings that lower it. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
-from megatron_cp.config.run_config import RunConfig
 from megatron_cp.estimate.job import MemoryEstimate
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.rules.job import job_of
@@ -74,16 +74,16 @@ def gib(size: float) -> str:
 
 
 def savings(
-    config: RunConfig, tokens: int, layers: int, on_gpu: bool, fixed: Collection[str] = frozenset()
+    model: ModelConfig, tokens: int, layers: int, on_gpu: bool, fixed: Collection[str] = frozenset()
 ) -> list[Settings]:
     """Return memory savings from none to all, roughly by increasing cost in time.
 
     Args:
         tokens: of a rank in a microbatch.
         layers: of a pipeline stage, or of one of its virtual stages.
-        fixed: dotted names of settings that keep the configuration's value.
+        fixed: dotted names of settings that keep the model's value.
     """
-    model, (chunk, tile, offload) = config.model, _OTHERS
+    chunk, tile, offload = _OTHERS
     plain = {**_recompute(), chunk: None, tile: None, offload: False}
     chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
     tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})
@@ -97,11 +97,11 @@ def savings(
     if on_gpu:
         steps.append(steps[-1] | {offload: True})
     if any(name in fixed for name in _RECOMPUTE):  # these settings define recomputation only together
-        given = {name: config.value_at(name) for name in _RECOMPUTE}
+        given = {name: _value(model, name) for name in _RECOMPUTE}
         steps = [step | given for step in cheap]
         if given[NAME.model.recompute_granularity] == "full":
             steps.append(steps[-1] | {offload: True})
-    kept = {name: config.value_at(name) for name in _OTHERS if name in fixed}
+    kept = {name: _value(model, name) for name in _OTHERS if name in fixed}
     steps = [step | kept for step in steps]
     return [step for number, step in enumerate(steps) if step not in steps[:number]]
 
@@ -110,32 +110,41 @@ def _recompute(*values: Any) -> Settings:
     return dict(itertools.zip_longest(_RECOMPUTE, values))
 
 
-def choose_savings(case: Case) -> tuple[RunConfig, str]:
-    """Replace ``memory_savings=auto`` by savings that fit the GPU; also return the choice.
+def choose_savings(case: Case) -> tuple[Case, str]:
+    """Replace ``memory_savings=auto`` by savings that fit; also return the choice.
 
     The settings stay as they are if they fit. Else the first savings that do replace them. If nothing fits, the last
     are chosen, and a rule reports the rest.
     """
     memory = case.environment.gpu_memory_gib
     if memory is None:
-        return _with(case.config, {}), f"{_SWITCH}=auto saves nothing: the memory of a rank is not known"
+        return _with(case, {}), f"{_SWITCH}=auto saves nothing: the memory of a rank is not known"
     model = case.config.model
     layers = model.num_layers // model.pipeline_model_parallel_size
     layers //= model.virtual_pipeline_model_parallel_size or 1
     tokens = case.config.train.micro_batch_size * (model.max_seqlen_per_dp_cp_rank or model.tokens_per_rank)
-    for step in ({}, *savings(case.config, tokens, layers, case.environment.device == "gpu")):
-        config = _with(case.config, step)
-        peak = estimated(replace(case, config=config))
+    for step in ({}, *savings(model, tokens, layers, case.environment.device == "gpu")):
+        chosen = _with(case, step)
+        peak = estimated(chosen)
         if peak is None:
-            return case.config, f"{_SWITCH}=auto: these sizes have no estimate"
+            return case, f"{_SWITCH}=auto: these sizes have no estimate"
         total = peak.total
         if total <= NEARLY_FULL * memory * 2**30:
             break
-    changed = {name: value for name, value in step.items() if value != case.config.value_at(name)}
+    changed = {name: value for name, value in step.items() if value != _value(model, name)}
     text = " ".join(quoted(override(*each)) for each in changed.items()) or "the settings as they are"
-    return config, f"{_SWITCH}=auto is {text}: estimated peak {gib(total)} of {memory:g} GiB"
+    return chosen, f"{_SWITCH}=auto is {text}: estimated peak {gib(total)} of {memory:g} GiB"
 
 
-def _with(config: RunConfig, step: Settings) -> RunConfig:
-    fields = {name.partition(".")[2]: value for name, value in step.items()}
-    return replace(config, model=replace(config.model, memory_savings="off", **fields))
+def _with(case: Case, step: Settings) -> Case:
+    fields = {_field(name): value for name, value in step.items()}
+    model = replace(case.config.model, memory_savings="off", **fields)
+    return replace(case, config=replace(case.config, model=model))
+
+
+def _value(model: ModelConfig, name: str) -> Any:
+    return getattr(model, _field(name))
+
+
+def _field(name: str) -> str:
+    return name.removeprefix("model.")

@@ -67,17 +67,19 @@ def backend_in(
 def resolve_auto(
     config: RunConfig, world_size: int, gpus_per_node: int | None, environment: Environment
 ) -> tuple[RunConfig, str | None]:
-    """Replace ``auto`` of ``cp_comm_type`` and ``memory_savings``; also return choices and reasons.
+    """Replace ``auto`` of ``cp_comm_type`` and ``memory_savings``.
 
-    Returns the same configuration and None if nothing is ``auto`` or nothing can be chosen (the rules then report an
-    error). A node has ``gpus_per_node`` ranks; by default the launcher's or the environment's number, else all ranks.
+    Also returns choices and reasons. Returns the same configuration and None if nothing is ``auto`` or nothing can be
+    chosen (the rules then report an error). A node has ``gpus_per_node`` ranks; by default the launcher's or the
+    environment's number, else all ranks.
     """
     choices = []
     if "auto" in config.model.transports:
         config, choice = _with_transport_chosen(config, world_size, gpus_per_node, environment)
         choices.append(choice)
     if config.model.memory_savings == "auto":
-        config, choice = choose_savings(Case(config, world_size, gpus_per_node, environment))
+        case, choice = choose_savings(Case(config, world_size, gpus_per_node, environment))
+        config = case.config
         choices.append(choice)
     return config, "\n".join(filter(None, choices)) or None
 

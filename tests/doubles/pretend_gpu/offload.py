@@ -147,7 +147,7 @@ class DeviceMemory(LiveMemory):
 
 
 def peak(overrides: dict[str, Any]) -> int:
-    """Return the largest number of bytes on the device in the layers' passes, without weights and their like."""
+    """Return the most bytes on the device in the layers' passes, without weights."""
     run, batches = start(tiny_config(**overrides))
     train_step(run, next(batches).microbatches)
     microbatches = next(batches).microbatches

@@ -21,7 +21,7 @@ KV, DIM = 2, 8
 
 
 def random_placement(draw: random.Random, size: int) -> PlacedLayout:
-    """Documents cut anywhere, their pieces on any ranks in any order, with padding between and after them."""
+    """Cut documents anywhere, into pieces on any ranks with padding between them."""
     lengths = tuple(draw.choice([0, 1, draw.randint(1, 90)]) for _ in range(draw.randint(1, 6)))
     ranks: list[list[RowSpan]] = [[] for _ in range(size)]
     ends = [0] * size
@@ -95,7 +95,7 @@ def _count(comm_type: str, placed: PlacedLayout) -> tuple[int, int]:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
 def test_only_rows_that_are_seen_are_sent(comm_type):
-    """Keys and values forward; backward these again, and float32 gradients of the rows that were received."""
+    """Keys and values go forward; backward these again, and the rows' gradients."""
     placed = PlacedLayout.balanced([70, 10, 9, 8, 7, 6, 5, 5], 4)
     for backward, expected in run_ranks(_count, 4, comm_type, placed):
         assert backward == expected

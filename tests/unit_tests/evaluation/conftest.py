@@ -59,7 +59,7 @@ def call_main(folder: str, arguments: list[str]) -> int:
 
 
 def documents_of_files() -> list[list[tuple[str, int]]]:
-    """Return the text of each document of :func:`write_files`, and the bytes of its prompt."""
+    """Return texts of :func:`write_files`, and the bytes of their prompts."""
     rows = [(text, 0) for text in TEXTS[:3]] + [("What? Nothing at all.", 6)]
     return [rows, [(TEXTS[3], 0)], [(TEXTS[4], 0)]]
 

@@ -38,7 +38,7 @@ FAST = "dynamic cp"
 
 
 def arguments(folder: Path) -> list[str]:
-    """Return the settings of a step of training on the rows that :func:`write_files` writes."""
+    """Return the settings of a step on the rows of :func:`write_files`."""
     rows = write_files(folder)[0]
     return [
         *COMMON,

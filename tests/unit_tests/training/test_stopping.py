@@ -286,9 +286,9 @@ def test_a_signal_during_an_evaluation(cli: Any, tmp_path: Path, last: int) -> N
     """
 
     def ask_in_the_second_batch() -> None:
-        from megatron_cp.training import step
+        from megatron_cp.training.held_out import evaluate
 
-        original, batches = step.forward_backward, []
+        original, batches = evaluate.forward_backward, []
 
         def counted(run: Any, microbatches: Any, forward_only: bool) -> Any:
             if forward_only:
@@ -299,7 +299,7 @@ def test_a_signal_during_an_evaluation(cli: Any, tmp_path: Path, last: int) -> N
                 assert len(batches) <= 2
             return original(run, microbatches, forward_only)
 
-        step.forward_backward = counted
+        evaluate.forward_backward = counted
 
     evaluation = ["validation.eval_interval=2", "validation.eval_iters=20"]
     arguments = [f"train.train_iters={last}", "checkpoint.save_interval=2", *evaluation]

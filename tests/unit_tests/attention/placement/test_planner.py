@@ -81,7 +81,7 @@ def test_small_packs_against_all_placements(lengths, size):
 @pytest.mark.parametrize("lengths", [[1024], [4096]])
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_one_document_is_cut_as_in_zigzag(lengths, size):
-    """The bound is then reached: early and late tokens on each rank, the middle on the last."""
+    """The bound is reached: the middle of the document is on the last rank."""
     placement = place(lengths, size)
     assert all(len(pieces) <= 2 for pieces in placement)
     assert rows_received(placement) <= 1.01 * lower_bound(lengths, size, max(work_of(placement)))

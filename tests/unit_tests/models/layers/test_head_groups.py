@@ -45,7 +45,7 @@ class Live(TorchDispatchMode):
 
 
 def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, torch.Tensor], int]:
-    """Return output and all gradients of a layer's attention in float64, and the most bytes while they were made."""
+    """Return output and gradients of attention in float64, and the peak bytes."""
     run, _ = start(tiny_config(model__num_layers=2, **overrides))
     model = run.model[0].module
     attention = model.decoder.layers[1].self_attention.double()

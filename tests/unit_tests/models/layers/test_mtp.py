@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_cp.common.jsonl_log import read_lines
 from megatron_cp.config.run_config import LoggerConfig
+from megatron_cp.data.samples.datasets import build_datasets
 from megatron_cp.data.samples.varlen import MockVarlenDataset
+from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
 from megatron_cp.dynamic_cp.buddy_tree import legal_groups
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
@@ -24,6 +27,7 @@ from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training import forward_backward, step
 from megatron_cp.training.checkpoint.saver import load_checkpoint
+from megatron_cp.training.held_out.evaluate import evaluate_part
 from megatron_cp.training.monitor.metrics import Reporter
 from megatron_cp.training.monitor.step_metrics import StepMetrics
 from megatron_cp.training.setup import setup
@@ -357,11 +361,16 @@ def resume(overrides: dict[str, Any], folder: str) -> Steps:
 
 def evaluated(overrides: dict[str, Any]) -> list[float]:
     """Return losses on held-out samples after each of two steps."""
-    run, batches = start(tiny_config(**overrides, scheduler__lr_warmup_iters=0, optimizer__adam_eps=1e-3))
-    losses = []
+    settings = dict(scheduler__lr_warmup_iters=0, optimizer__adam_eps=1e-3, validation__eval_iters=1)
+    config = tiny_config(**overrides, **settings)
+    run, batches = start(config)
+    held_out, _, _ = build_datasets(config.dataset, build_tokenizer(config.tokenizer), 8)
+    losses: list[float] = []
+    reporter: Any = SimpleNamespace(writes=False, evaluation=lambda i, name, loss, s: losses.append(loss.per_token))
+    watch: Any = SimpleNamespace(received=0)
     for _ in range(2):
         step.train_step(run, next(batches).microbatches)
-        losses.append(step.evaluate(run, batches, 1, lambda: 0)[0])
+        evaluate_part(run, "validation", held_out, reporter, watch)
     run.close()
     return losses
 

@@ -52,7 +52,7 @@ def gated(parameters: list[Tensor], rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def gradients(size: int, dtype: torch.dtype, count: int = 33) -> list[Tensor | None]:
-    """Return outputs and gradients of a gated MLP with weights per row, from the same bf16 inputs."""
+    """Return outputs and gradients of a gated MLP with weights per row, in bf16."""
     generator = torch.Generator().manual_seed(0)
     shapes = (count, 8), (count,), (8, 24), (24,), (12, 8), (3,)
     made = [torch.randn(*shape, generator=generator).bfloat16().to(dtype).requires_grad_() for shape in shapes]
@@ -104,7 +104,7 @@ def test_a_second_derivative_raises() -> None:
     "model", [pytest.param({}, id="dense"), pytest.param(SHARED, id="experts", marks=pytest.mark.slow)]
 )
 def test_memory_does_not_grow_with_the_intermediates(model: Overrides) -> None:
-    """Without tiles a longer sequence keeps five tensors as wide as the MLP; with tiles less than the size of one."""
+    """A longer sequence keeps five wide tensors, and with tiles less than one."""
     width = 2048
     wide = {
         "model__ffn_hidden_size": width,
@@ -143,7 +143,7 @@ def first_products(overrides: Overrides) -> dict[str, int]:
 def test_tiles_are_computed_in_the_forward_pass_and_before_their_backward_pass(
     recompute: Overrides, passes: list[int]
 ) -> None:
-    """A recomputed layer does not compute its MLP a third time, where nothing reads the output again."""
+    """A recomputed layer whose output nothing reads does not compute its MLP again."""
     calls = run_ranks(first_products, 1, {"model__num_layers": 3} | recompute | TILES)[0]
     tiles = 4  # of a sequence of 32 tokens
     assert calls == {f"{layer}.mlp.linear_fc1": count * tiles for layer, count in enumerate(passes)}
@@ -153,7 +153,7 @@ def test_tiles_are_computed_in_the_forward_pass_and_before_their_backward_pass(
 
 
 def losses_of(overrides: Overrides) -> tuple[list[tuple[float, ...]], list[float]]:
-    """Return losses and gradient norm of each step, and how often gradients become ready.
+    """Return losses and norms of each step, and how often gradients become ready.
 
     The latter are all numbers that occur, of a parameter in a microbatch.
     """
