@@ -68,7 +68,7 @@ class LateStream(TorchFunctionMode):
         return self._begun
 
     def wait_event(self, event: int) -> None:
-        """Of the computing stream."""
+        """Record a wait of the computing stream."""
         self._log("wait")
         self._run_copies(event)
 

@@ -101,7 +101,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """``run(ranks, *arguments)`` evaluates the imported model; returns the exit codes.
+    """Return ``run(ranks, *arguments)``: it evaluates the model, with exit codes.
 
     Other commands and models by keyword.
     """

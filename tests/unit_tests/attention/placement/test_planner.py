@@ -93,7 +93,7 @@ def test_documents_that_fit_are_not_cut():
 
 
 def drawn_packs(name: str, multiples: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Packs of several times the mean length; the last document is cut off."""
+    """Draw packs of several times the mean length; cut the last document off."""
     lengths = sample_lengths(name, 4000, 32768, seed=1)
     rng = np.random.default_rng(0)
     for multiple, _ in itertools.product(multiples, range(count)):
