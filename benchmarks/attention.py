@@ -1,4 +1,6 @@
-"""Compare context-parallel attention with one process that runs PyTorch's own attention on the whole sequence.
+"""Compare context-parallel attention with PyTorch's attention on one process.
+
+The one process computes the whole sequence.
 
     python benchmarks/attention.py                          # two gloo ranks on this machine, all sections, sizes to 8K
     python benchmarks/attention.py --sizes 4096,8192,16384,32768 --repeats 3
@@ -56,7 +58,10 @@ SECTIONS = ("speed", "split", "window", "packed", "overlap", "where", "pytorch")
 
 @dataclass(frozen=True)
 class Sample:
-    """One pass: seconds until the last rank finished, and CPU seconds of each rank that took part."""
+    """Times of one pass.
+
+    They are the seconds until the last rank finished, and the CPU seconds of each rank that took part.
+    """
 
     wall: float
     cpus: tuple[float, ...]
@@ -80,7 +85,7 @@ def keep_freed_memory() -> None:
 
 
 class Bench:
-    """Run calls in turn: one process on the whole problem, and all ranks on their shards.
+    """Run calls in turn: one process on the whole problem, and ranks on shards.
 
     ``threads`` of the one process; None: as many as there are ranks.
     """
@@ -192,7 +197,10 @@ def bench_speed(bench: Bench, shapes: list[Shape]) -> None:
 
 
 class Contiguous(Layout):
-    """Layout in which rank r holds the r-th part of the sequence, to compare with zigzag."""
+    """Layout in which rank r has the r-th part of the sequence.
+
+    It is compared with zigzag.
+    """
 
     def spans(self, rank: int) -> tuple[RowSpan, ...]:
         return (RowSpan(0, self.rows, rank * self.rows, 0),)

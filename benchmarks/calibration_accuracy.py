@@ -1,4 +1,6 @@
-"""Calibrate the time model with a few runs on this machine, and predict the step times of other layouts.
+"""Calibrate the time model with a few runs, and predict other layouts' steps.
+
+The runs are on this machine.
 
     python benchmarks/calibration_accuracy.py                       # train all layouts twice, in turns: 20 minutes
     python benchmarks/calibration_accuracy.py --runs FOLDER         # predict again from runs of an earlier call

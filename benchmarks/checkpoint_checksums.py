@@ -1,4 +1,4 @@
-"""Measure how much checksums add to saving and loading a checkpoint, and how fast checksums are.
+"""Measure what checksums add to saving and loading, and their own speed.
 
     python benchmarks/checkpoint_checksums.py                    # two gloo ranks on this machine, about 1 GB
     python benchmarks/checkpoint_checksums.py --ranks 1 --millions 100 --folder /the/file/system

@@ -1,4 +1,6 @@
-"""What a device sustains in training, as a device file of ``megatron_cp/estimate/devices``.
+"""Measure a device's rates in training, and print them as a device file.
+
+The format is that of the files in ``megatron_cp/estimate/devices``.
 
     python benchmarks/device_rates.py                                                # a GPU: the 8B model's widths
     python benchmarks/device_rates.py --model tiny --sizes 64,256,1024 --chunk 1024  # what a CPU can do, to try it

@@ -1,4 +1,6 @@
-"""Compare whole training steps with dynamic and static context parallelism on the same samples, in one run.
+"""Compare training steps with dynamic and static context parallelism.
+
+Both train on the same samples, in one run, and whole steps are timed.
 
     python benchmarks/dynamic_cp_end_to_end.py                       # four gloo ranks on this machine
     python benchmarks/dynamic_cp_end_to_end.py --ranks 2 --distributions wikipedia --rounds 5

@@ -1,6 +1,7 @@
-"""Greedy rule of Megatron-LM's development branch (2026), reimplemented: one microbatch after another, cost s^2 / c.
+"""Greedy rule of Megatron-LM's development branch (2026), reimplemented.
 
-A baseline of the benchmark. The scheduler does not use it.
+It fills one microbatch after another, with the cost s^2 / c. A baseline of the benchmark. The scheduler does not use
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Measure the dynamic CP scheduler: balance on a grid of simulated steps, and its CPU time. Needs no GPU.
+"""Measure the dynamic CP scheduler: balance of simulated steps, and CPU time.
+
+It needs no GPU.
 
     python benchmarks/dynamic_cp_scheduler.py              # balance, h100_8b, 3 seeds; about ten minutes on one core
     python benchmarks/dynamic_cp_scheduler.py --cost h100_moe3b --seeds 1

@@ -1,4 +1,6 @@
-"""Measure attention on one device: our kernels beside others', and what a ring's division into blocks costs.
+"""Measure attention on one device: our kernels, others', and blocks of a ring.
+
+The blocks are those into which a ring divides a sequence. What they cost is measured.
 
     python benchmarks/gpu_attention.py                                              # a GPU: 4K to 64K tokens
     python benchmarks/gpu_attention.py --sizes 4096 --heads 32/8 --dims 128 --rings 2,4,8

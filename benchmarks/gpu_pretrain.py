@@ -1,4 +1,4 @@
-"""Measure tokens/s and model-FLOPs utilization of training on one device, relative to its matrix products.
+"""Measure tokens/s and model-FLOPs utilization of training on one device.
 
     python benchmarks/gpu_pretrain.py                                         # a GPU: 1B, 4K to 128K tokens
     python benchmarks/gpu_pretrain.py --sizes 8192,32768 --recompute none     # the two that matter most, some minutes

@@ -1,4 +1,6 @@
-"""Time whole training steps with and without groups of heads, in turns on one model.
+"""Time training steps with and without groups of heads, in turns.
+
+Both sides share one model, and whole steps are timed.
 
     python benchmarks/head_groups.py --ranks 1 --seq 4096 --groups 2,4
 

@@ -1,4 +1,6 @@
-"""Live memory and step time against the sequence length, with and without tiles of the MLP, on one CPU rank.
+"""Measure memory and step time by sequence length, with and without MLP tiles.
+
+The memory is that of live tensors, on one CPU rank.
 
     python benchmarks/long_sequences.py                                  # both parts
     python benchmarks/long_sequences.py --part memory --lengths 2048,4096,8192,16384,32768

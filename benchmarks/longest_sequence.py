@@ -1,4 +1,6 @@
-"""Find the longest sequence of a model that fits some number of GPUs, by the planner's estimates.
+"""Find the longest sequence of a model that fits some number of GPUs.
+
+It uses the planner's estimates.
 
     python benchmarks/longest_sequence.py               # Llama 3.2 1B, 3.1 8B, 3.1 70B on 1, 8, 64 GPUs
     python benchmarks/longest_sequence.py --models llama31_8b --gpus 8

@@ -1,4 +1,6 @@
-"""Predicted memory of random accepted layouts beside the bytes of live tensors counted in real runs on this CPU.
+"""Compare predicted memory of random layouts with real runs on this CPU.
+
+The rules accept all layouts. The bytes of live tensors are counted in the runs.
 
     python benchmarks/memory_accuracy.py                     # 100 layouts of up to four gloo ranks
     python benchmarks/memory_accuracy.py --count 10 --seed 7

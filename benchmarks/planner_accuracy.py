@@ -1,4 +1,6 @@
-"""Compare published measurements of memory and step time with the models of ``megatron_cp/estimate``.
+"""Compare published memory and step times with the estimates.
+
+The estimates come from the models of ``megatron_cp/estimate``.
 
     python benchmarks/planner_accuracy.py --rows benchmarks/measurements/published.csv
     python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate 3 --regret

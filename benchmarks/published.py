@@ -1,7 +1,8 @@
-"""Convert rows of published measurements to jobs: shapes, conventions and defaults of each source. Needs no torch.
+"""Convert rows of published measurements to jobs.
 
-Blank cells are filled with the values that the source's recipes use. ``Refused`` names a missing value where that is
-not known. The columns are those of ``benchmarks/measurements/published.csv``.
+The shapes, conventions and defaults are those of each source. No torch is needed. Blank cells are filled with the
+values that the source's recipes use. ``Refused`` names a missing value where that is not known. The columns are those
+of ``benchmarks/measurements/published.csv``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Predict the memory of published rows, by the conventions of each source. Needs no torch."""
+"""Predict the memory of published rows, by the conventions of each source.
+
+No torch is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compare whole training steps with plain transformers on the same cores, in turns in one run.
+"""Compare training steps with plain transformers on the same cores.
+
+Whole steps are timed, in turns in one run.
 
     python benchmarks/training_step.py                                   # 512 to 4096 tokens, two model sizes
     python benchmarks/training_step.py --models small --sizes 512,1024 --rounds 20

@@ -1,4 +1,6 @@
-"""Fit the devices' constants to published measurements, and check them on sources left out of the fit.
+"""Fit the devices' constants to published measurements, and check them.
+
+The check is on sources left out of the fit.
 
     python scripts/fit_devices.py            # print the changes and the errors
     python scripts/fit_devices.py --write    # write to megatron_cp/estimate/devices and measurements/programs.yaml

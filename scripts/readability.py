@@ -1,4 +1,6 @@
-"""Print the mean and the longest sentence of each page: python scripts/readability.py [PAGE ...]
+"""Print the mean and the longest sentence of each page.
+
+    python scripts/readability.py [PAGE ...]
 
 Headings, tables and code blocks do not count. Inline code is one word. Sentences longer than LONGEST words follow the
 table.

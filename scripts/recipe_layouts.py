@@ -1,4 +1,6 @@
-"""Print the table of docs/reference/recipe_layouts.md: each recipe's layout beside the planner's best, both estimated.
+"""Print the table of docs/reference/recipe_layouts.md.
+
+The table has each recipe's layout beside the planner's best. Both are estimated.
 
     python scripts/recipe_layouts.py              # minutes
     python scripts/recipe_layouts.py RECIPE ...

@@ -1,4 +1,7 @@
-"""Add the repository's pages outside docs/ to the site, as the section Project (a hook of mkdocs.yml)."""
+"""Add the repository's pages outside docs/ to the site, as a section Project.
+
+This is a hook of mkdocs.yml.
+"""
 
 from __future__ import annotations
 

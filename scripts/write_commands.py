@@ -1,4 +1,7 @@
-"""Write docs/reference/commands.md from each command's --help: python scripts/write_commands.py"""
+"""Write docs/reference/commands.md from each command's --help.
+
+Run it with ``python scripts/write_commands.py``.
+"""
 
 from __future__ import annotations
 

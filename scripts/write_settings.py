@@ -1,4 +1,9 @@
-"""Write docs/reference/settings.md from the declarations in megatron_cp/config: python scripts/write_settings.py"""
+"""Write docs/reference/settings.md from the declarations of the settings.
+
+The declarations are in megatron_cp/config.
+
+    python scripts/write_settings.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Checks of verification cards: each kind runs a command's arguments and returns numbers. See verification_cards.py.
+"""Checks of verification cards: the kinds, and how they are measured.
 
-Commands run in this process or on ranks forked from it. Only numbers that do not depend on speed are measured.
+Each kind runs a command's arguments and returns numbers. See verification_cards.py. Commands run in this process or on
+ranks forked from it. Only numbers that do not depend on speed are measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """Kind of check: the expected result, and the function that measures it from a command's arguments."""
+    """Kind of check: the expected result, and a function that measures it.
+
+    The function gets a command's arguments.
+    """
 
     expected: str
     measure: Callable[[list[str]], Measured]

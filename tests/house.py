@@ -1,4 +1,6 @@
-"""Print figures of the package's complexity: sizes, import cycles, and the number of files that state a fact.
+"""Print figures of the package's complexity.
+
+They are sizes, import cycles, and the number of files that state a fact.
 
 python -m tests.house
 """

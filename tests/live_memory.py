@@ -1,4 +1,7 @@
-"""Count the bytes of live tensors of a training step, by kind, at their peak: what the memory model predicts."""
+"""Count the bytes of live tensors of a training step, by kind.
+
+They are counted at their peak, which the memory model predicts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ class Origin:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follow every tensor's storage from the operation that makes it until it is freed.
+    """Follow every tensor's storage from the operation that makes it to its end.
+
+    The end is when the storage is freed.
 
     peaks: bytes by kind when the sum was largest in each module, forward and backward. origins: bytes by origin at the
     largest of them, to look into.

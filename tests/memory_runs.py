@@ -1,4 +1,7 @@
-"""Runs of the program whose live memory is counted, beside what the memory model predicts of them."""
+"""Runs of the program whose live memory is counted and predicted.
+
+The memory model predicts it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from tests.training_runs import VOCAB, start, tiny_config, train_step
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one rank: its pipeline stage, its largest moments by kind, tokens of its largest microbatches, microbatches.
+    """Counted memory of one rank.
+
+    It has the rank's pipeline stage, its largest moments by kind, the tokens of its largest microbatches, and the
+    number of microbatches.
 
     moments: the peak, then others within 2 % of it. tokens: the mean of as many microbatches as are in flight at once.
     expert_load: of :func:`route`.

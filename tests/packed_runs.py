@@ -1,4 +1,4 @@
-"""Configure tiny packed training runs, and train the same samples one by one on a single rank."""
+"""Train tiny packed runs, and the same samples one by one on a single rank."""
 
 from __future__ import annotations
 

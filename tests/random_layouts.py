@@ -1,4 +1,7 @@
-"""Generate random runs that the rules accept: architectures, transports, recomputation, packing, up to four ranks."""
+"""Generate random runs that the rules accept, on up to four ranks.
+
+They differ in architecture, transport, recomputation and packing.
+"""
 
 from __future__ import annotations
 

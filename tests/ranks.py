@@ -32,7 +32,10 @@ FAILED = "failed"
 
 
 class RanksFailed(AssertionError):
-    """At least one forked rank raised, exited or timed out; the message contains the report of every rank."""
+    """At least one forked rank raised, exited or timed out.
+
+    The message contains the report of every rank.
+    """
 
 
 def free_port() -> int:

@@ -1,4 +1,6 @@
-"""Measure the verification cards of recipes and write them, and the page with their table.
+"""Measure and write the verification cards of recipes.
+
+The page with their table is written too.
 
 python -m tests.verification_cards [RECIPE ...]         measure these recipes, or all, on this machine
 python -m tests.verification_cards --page               write the page only

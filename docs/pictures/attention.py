@@ -1,4 +1,9 @@
-"""Draw the pictures of docs/explanation/context_parallel.md next to this file: python docs/pictures/attention.py"""
+"""Draw the pictures of docs/explanation/context_parallel.md.
+
+The pictures are written next to this file.
+
+    python docs/pictures/attention.py
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Tokenize text into Megatron .bin/.idx files; the same program as ``megatron-cp preprocess``. See ``--help``."""
+"""Tokenize text into Megatron .bin/.idx files.
+
+It is the same program as ``megatron-cp preprocess``. See ``--help``.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""Transport unknown to the package, whole in this file: attention weights travel to the values.
+"""Transport unknown to the package, in which attention weights are sent.
 
-Keys are gathered. Each rank computes the weights of its queries on all keys and sends every rank the weights on that
-rank's keys. That rank multiplies them with its values, which it never sends, and returns partial outputs.
+The whole transport is in this file. Weights are sent to the ranks that have the values. Keys are gathered. Each rank
+computes the weights of its queries on all keys and sends every rank the weights on that rank's keys. That rank
+multiplies them with its values, which it never sends, and returns partial outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _allowed(call: AttentionCall, peers: Peers) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
-    """Exchange [ranks, ...]: send each rank its slice, receive each rank's slice for this rank."""
+    """Exchange [ranks, ...]: send each rank its slice, and receive one from each."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:

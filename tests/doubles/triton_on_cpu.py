@@ -1,4 +1,7 @@
-"""Run Triton's kernels without a GPU: Triton's interpreter runs one block after the other in NumPy."""
+"""Run Triton's kernels without a GPU, in Triton's interpreter.
+
+The interpreter runs one block after the other in NumPy.
+"""
 
 from __future__ import annotations
 

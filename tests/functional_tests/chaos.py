@@ -1,4 +1,6 @@
-"""Kill, freeze and signal real launched runs at random moments; each must end and resume to bit-identical losses.
+"""Kill, freeze and signal real launched runs at random moments.
+
+Each run must end, and resume to bit-identical losses.
 
     python -m tests.functional_tests.chaos --count 200 --seed 1 [--keep FOLDER]
 
@@ -50,7 +52,10 @@ class Strike:
 
 @dataclass
 class Chain:
-    """Consecutive launches in one run folder after the other, with one number of ranks."""
+    """Launches in one run folder, one after the other.
+
+    All have the same number of ranks.
+    """
 
     home: Path
     ranks: int

@@ -1,4 +1,4 @@
-"""Launch runs for ``chaos``: start them, find their processes, check that they ended cleanly."""
+"""Launch runs for ``chaos``: start them, find processes, check a clean end."""
 
 from __future__ import annotations
 

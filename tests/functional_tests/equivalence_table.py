@@ -1,4 +1,6 @@
-"""Print the difference of each layout's training from one rank's, as a Markdown table.
+"""Print how much each layout's training differs from one rank's.
+
+The output is a Markdown table.
 
     python -m tests.functional_tests.equivalence_table
 

@@ -1,4 +1,6 @@
-"""Fuzz inputs: every command exits with 0, 1 or 2, quickly, in little memory, without a traceback or stray files.
+"""Fuzz inputs: every command exits with 0, 1 or 2, and leaves no stray files.
+
+It does so quickly, in little memory and without a traceback.
 
 ``python -m tests.functional_tests.fuzz_inputs --count 5000 --seed 1`` creates a small valid input of each kind once.
 Each case changes one or two files (or arguments) and runs the command that reads them in a process forked from this

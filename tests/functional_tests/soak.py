@@ -74,7 +74,10 @@ DYNAMIC = (
 
 @dataclass(frozen=True)
 class Doom:
-    """End of a launch: some ranks get a signal, some seconds after they begin the step of an iteration."""
+    """End of a launch by a signal to some ranks.
+
+    They get it some seconds after they begin the step of an iteration.
+    """
 
     number: int
     ranks: tuple[int, ...]
@@ -84,7 +87,10 @@ class Doom:
 
 @dataclass
 class Soak:
-    """Result. rss: resident bytes of each rank at a tenth and at the end of the uninterrupted run."""
+    """Result of a soak test.
+
+    ``rss`` has the resident bytes of each rank at a tenth and at the end of the uninterrupted run.
+    """
 
     losses: list[float]
     uninterrupted: list[float]

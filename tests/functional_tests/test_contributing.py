@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md: their diffs apply, and (slow) their commands pass."""
+"""The how-tos of CONTRIBUTING.md: diffs apply, and (slow) commands pass."""
 
 from __future__ import annotations
 

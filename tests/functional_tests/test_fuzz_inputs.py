@@ -1,4 +1,7 @@
-"""A few mutated inputs of every kind; inputs are created once, and an unchanged input exits with 0."""
+"""A few mutated inputs of every kind, and how inputs are created.
+
+Inputs are created once, and an unchanged input exits with 0.
+"""
 
 import os
 import time

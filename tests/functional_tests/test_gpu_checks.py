@@ -1,4 +1,7 @@
-"""``scripts/gpu_checks.sh``: the commands that it runs, with a stand-in for the interpreter."""
+"""The commands that ``scripts/gpu_checks.sh`` runs.
+
+A stand-in replaces the interpreter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silent faults of context parallelism upstream: each is corrected or refused here.
+"""Silent faults of upstream's context parallelism are corrected or refused.
 
 Faults with tests in other files:
 

@@ -1,4 +1,7 @@
-"""The quick start: its parts, all of it with two iterations, and (slow) as a user runs it."""
+"""The quick start: its parts, and all of it with two iterations.
+
+A slow test runs it as a user does.
+"""
 
 import io
 import json

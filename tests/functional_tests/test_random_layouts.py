@@ -1,4 +1,7 @@
-"""No false accept: what the rules accept builds, passes the probe, and trains like one rank."""
+"""No false accept: what the rules accept builds and trains like one rank.
+
+It also passes the probe.
+"""
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings

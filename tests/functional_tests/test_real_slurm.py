@@ -1,4 +1,7 @@
-"""The Slurm script under a real Slurm: a cluster of two "nodes" on this machine (Debian: slurm-wlm and munge)."""
+"""The Slurm script under a real Slurm.
+
+The cluster has two "nodes" on this machine (Debian: slurm-wlm and munge).
+"""
 
 import getpass
 import os

@@ -1,4 +1,4 @@
-"""The release check accepts this clone (slow), and ends with a message if something is missing."""
+"""The release check accepts this clone (slow), and reports what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torchrun restarts a run after a rank dies; our launcher waits for a signalled rank. Both runs resume."""
+"""Runs resume after torchrun restarts them, or after a rank is signalled.
+
+torchrun restarts a run after a rank dies. Our launcher waits for a signalled rank.
+"""
 
 import json
 import os

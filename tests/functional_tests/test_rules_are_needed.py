@@ -1,7 +1,7 @@
-"""No false reject: without its rule, each rule's own example ends in an error or trains something else.
+"""No false reject: each rule's own example fails without the rule.
 
-Lists the effect of each error rule's example without the rule, as far as a machine without a GPU can try it. A new rule
-needs an entry.
+It ends in an error or trains something else. This file lists the effect of each error rule's example without the
+rule, as far as a machine without a GPU can try it. A new rule needs an entry.
 """
 
 import re

@@ -1,6 +1,7 @@
-"""``scripts/setup.sh`` in a copy of the files that it reads, with an installer that records its calls.
+"""``scripts/setup.sh`` in a copy of the files that it reads.
 
-These tests themselves run in a real installation; only parts compiled for GPUs are not covered.
+A stand-in for the installer records its calls. These tests themselves run in a real installation; only parts compiled
+for GPUs are not covered.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""The Slurm script, with a stand-in for srun that starts every "node" on this machine."""
+"""The Slurm script with a stand-in for srun.
+
+The stand-in starts every "node" on this machine.
+"""
 
 import os
 import random

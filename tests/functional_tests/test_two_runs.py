@@ -1,4 +1,7 @@
-"""Two real launchers on one run folder: one trains, the other waits for it, then resumes or fails."""
+"""Two real launchers on one run folder: one trains, and the other waits.
+
+The other then resumes or fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every command works from the wheel, in an empty folder, and names no file of the clone."""
+"""Every command works from the wheel, in an empty folder.
+
+It names no file of the clone.
+"""
 
 import os
 import re

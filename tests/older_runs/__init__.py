@@ -1,1 +1,4 @@
-"""Run folders and checkpoints that an earlier version wrote. Later versions resume them to the same losses."""
+"""Run folders and checkpoints that an earlier version wrote.
+
+Later versions resume them to the same losses.
+"""

@@ -1,4 +1,4 @@
-"""Run mamba-ssm's real kernels on a machine without a GPU, in Triton's interpreter.
+"""Run mamba-ssm's real kernels without a GPU, in Triton's interpreter.
 
 ``mamba_split_conv1d_scan_combined`` computes Mamba layers on a GPU. It is Python over Triton kernels and over
 causal-conv1d, which is Python over a compiled extension. :func:`load` imports the real Python of both packages. Triton

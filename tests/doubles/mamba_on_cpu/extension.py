@@ -1,4 +1,4 @@
-"""Compute what ``causal_conv1d_cuda`` (1.7.0) computes, in PyTorch, and refuse what it refuses.
+"""Compute and refuse in PyTorch what ``causal_conv1d_cuda`` does (1.7.0).
 
 The signatures are the real ones. Everything is computed in float32, as there, and written to the given tensors.
 """

@@ -1,7 +1,7 @@
-"""Runs on a pretended GPU choose mamba-ssm's kernel in half precision, and never in float32.
+"""Runs on a pretended GPU choose mamba-ssm's kernel in half precision only.
 
-Not collected directly: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this file in a process with a pretended
-GPU.
+In float32 they never choose it. Not collected directly: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this
+file in a process with a pretended GPU.
 """
 
 from __future__ import annotations

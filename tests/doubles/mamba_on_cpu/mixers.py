@@ -1,7 +1,7 @@
-"""A mixer computed by mamba-ssm's kernel equals ours: outputs and all gradients, over ranks and packs.
+"""A mixer computed by mamba-ssm's kernel equals ours.
 
-Not collected directly: ``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this file in a process that has
-mamba-ssm.
+Outputs and all gradients are compared, over ranks and packs. Not collected directly:
+``tests/unit_tests/doubles/test_mamba_on_cpu.py`` runs this file in a process that has mamba-ssm.
 """
 
 from __future__ import annotations

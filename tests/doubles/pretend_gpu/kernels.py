@@ -1,4 +1,7 @@
-"""Compute PyTorch's CUDA-only kernels that our attention calls, with their signatures."""
+"""Compute PyTorch's CUDA-only kernels that our attention calls.
+
+The signatures are the real ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Check messages against NCCL's rules: delivered in the order sent, without tags, and not before ``wait``.
+"""Check messages against NCCL's rules.
+
+Messages are delivered in the order sent, without tags, and not before ``wait``.
 
 gloo, which carries them here, is more lenient in three ways, and each would hide a fault:
 

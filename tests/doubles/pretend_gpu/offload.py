@@ -1,5 +1,6 @@
-"""Offload layer inputs as on a GPU: order of copies and waits, lifetimes, and bytes on the device.
+"""Offload layer inputs as on a GPU: copies and waits, lifetimes, and bytes.
 
+The order of copies and waits is checked. The bytes are those on the device.
 ``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a process with a pretended GPU. The stand-in for the
 copying stream copies as late as a GPU may: not before the computing stream waits for it.
 """

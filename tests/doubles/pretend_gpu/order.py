@@ -1,6 +1,7 @@
-"""Replay the messages of a training step in NCCL's order. See :mod:`tests.doubles.pretend_gpu.messages`.
+"""Replay the messages of a training step in NCCL's order.
 
-``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a process with a pretended GPU.
+See :mod:`tests.doubles.pretend_gpu.messages`. ``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a
+process with a pretended GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run training steps as on a GPU: where the host waits for the device, and what is refused.
+"""Run training steps as on a GPU: the host's waits, and what is refused.
 
 ``tests/unit_tests/doubles/test_pretend_gpu.py`` runs this file in a process with a pretended GPU.
 """
@@ -148,7 +148,10 @@ class Enough(Exception):
 
 
 class CountingReporter(Reporter):
-    """Record how often the host waited since the last report; works as the first rank's reporter does."""
+    """Record how often the host waited since the last report.
+
+    It works as the first rank's reporter does.
+    """
 
     def __init__(self, settings: LoggerConfig, train_iters: int) -> None:
         super().__init__(settings, train_iters, Path(), writes=False)

@@ -1,10 +1,11 @@
-"""Run the real Python of Transformer Engine on a machine without a GPU; PyTorch computes its kernels.
+"""Run the real Python of Transformer Engine on a machine without a GPU.
 
-Transformer Engine is a Python package over a compiled extension, ``transformer_engine_torch``. The Python part decides
-what is communicated, in which order and format; the extension computes. The Python part is published as a package of
-its own (``transformer-engine``, a megabyte). :func:`load` imports it over :mod:`tests.doubles.te_on_cpu.extension`,
-which has the kernels' signatures and documented results. So our use of Transformer Engine is tested against its real
-Python. Not covered is what the kernels themselves do: speed, rounding, streams.
+PyTorch computes its kernels. Transformer Engine is a Python package over a compiled extension,
+``transformer_engine_torch``. The Python part decides what is communicated, in which order and format; the extension
+computes. The Python part is published as a package of its own (``transformer-engine``, a megabyte). :func:`load`
+imports it over :mod:`tests.doubles.te_on_cpu.extension`, which has the kernels' signatures and documented results. So
+our use of Transformer Engine is tested against its real Python. Not covered is what the kernels themselves do: speed,
+rounding, streams.
 
 Tests run with the version that ``scripts/setup.sh`` installs. To try another version from 2.10 to 2.20 by hand::
 
@@ -43,7 +44,10 @@ _MODULES_WITH_LAYERS = ("megatron_cp.models.layer_specs", "megatron_cp.attention
 
 
 class _OnCpu(TorchFunctionMode):
-    """Mode that replaces the CUDA device, which Transformer Engine names in many places, by the CPU."""
+    """Mode that replaces the CUDA device by the CPU.
+
+    Transformer Engine names the CUDA device in many places.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +71,10 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 
 class _Once:
-    """Message with repeatable waits, as with NCCL and the staged backend; gloo allows one wait."""
+    """Message that can be waited for repeatedly, as with NCCL.
+
+    The staged backend allows this as well. gloo allows one wait.
+    """
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -84,10 +91,10 @@ def _waiting_once(rings: Any) -> None:
 
 
 class _WithFloat32:
-    """Module that Transformer Engine's attention gets as ``torch``: float32 in place of float16.
+    """Module that Transformer Engine's attention gets as ``torch``.
 
-    The kernels take half precision only, so the Python part refuses all else. The kernels here take float32 too, and
-    layouts differ by rounding alone.
+    Its float16 is float32. The kernels take half precision only, so the Python part refuses all else. The kernels here
+    take float32 too, and layouts differ by rounding alone.
     """
 
     float16 = torch.float32
@@ -97,10 +104,10 @@ class _WithFloat32:
 
 
 class _WithPlaceholders:
-    """Module that Transformer Engine's layers get as ``torch``, to create placeholders on the CPU.
+    """Module that Transformer Engine's layers get as ``torch``.
 
-    A weight's gradient that was added to the sum has a placeholder. It is made on the device in the backward pass,
-    where no mode is active.
+    It creates placeholders on the CPU. A weight's gradient that was added to the sum has a placeholder. It is made on
+    the device in the backward pass, where no mode is active.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,8 @@
-"""Compute Transformer Engine's attention kernels in PyTorch: fused attention, and the rows of packed rings.
+"""Compute Transformer Engine's attention kernels in PyTorch.
 
-Shapes and meanings as in Transformer Engine's ``cpp_extensions/fused_attn.py``, the rows of packs as in its
-``common/fused_attn/context_parallel.cu``. Everything is computed in float32 and rounded once.
+They are fused attention, and the kernels for the rows of packed rings. Shapes and meanings as in Transformer Engine's
+``cpp_extensions/fused_attn.py``, the rows of packs as in its ``common/fused_attn/context_parallel.cu``. Everything is
+computed in float32 and rounded once.
 """
 
 from __future__ import annotations

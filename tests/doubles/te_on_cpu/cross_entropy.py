@@ -1,7 +1,7 @@
-"""Replace Transformer Engine's Triton kernels of the cross-entropy: same arguments, strides and results.
+"""Replace Transformer Engine's Triton kernels of the cross-entropy.
 
-Triton's interpreter can run the real kernels, but too slowly for whole models and not in bf16. ``layers.py`` compares
-both.
+Arguments, strides and results are the same. Triton's interpreter can run the real kernels, but too slowly for whole
+models and not in bf16. ``layers.py`` compares both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Replace ``transformer_engine_torch``: the names that Transformer Engine's Python part imports from it.
+"""Replace ``transformer_engine_torch``, which Transformer Engine imports.
 
-Enumerations have the real members. Kernels that our models reach compute in PyTorch; all others raise an error with
-their name when called.
+The module has the names that Transformer Engine's Python part imports. Enumerations have the real members. Kernels that
+our models reach compute in PyTorch; all others raise an error with their name when called.
 """
 
 from __future__ import annotations

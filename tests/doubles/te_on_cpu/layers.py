@@ -1,7 +1,8 @@
-"""Models of Transformer Engine's layers train as our own layers do, on one rank and on several; in float32.
+"""Models of Transformer Engine's layers train as our own layers do.
 
-Not collected directly: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs this file in a process in which
-megatron-core finds Transformer Engine.
+They are compared on one rank and on several, in float32. Not collected directly:
+``tests/unit_tests/doubles/test_te_on_cpu.py`` runs this file in a process in which megatron-core finds Transformer
+Engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compare ``attention/modules/te_support.py`` with the installed Transformer Engine.
+"""Compare ``te_support.py`` with the installed Transformer Engine.
 
-What the table lists as supported is exact, and what it lists as missing is refused or wrong.
+The file is ``megatron_cp/attention/modules/te_support.py``. What the table lists as supported is exact, and what it
+lists as missing is refused or wrong.
 
 Not collected directly: ``tests/unit_tests/doubles/test_te_on_cpu.py`` runs this file. See
 :mod:`tests.doubles.te_on_cpu` for other versions.

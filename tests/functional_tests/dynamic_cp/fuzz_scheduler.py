@@ -1,4 +1,6 @@
-"""Check random schedules: python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count N] [--seed N]
+"""Check random schedules of dynamic CP.
+
+    python -m tests.functional_tests.dynamic_cp.fuzz_scheduler [--count N] [--seed N]
 
 Prints each configuration that fails, and exits with 1 if there is one. A configuration depends only on its number;
 --seed NUMBER --count 1 repeats a failure.

@@ -34,7 +34,10 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Case:
-    """Mutated input: the command runs in ``work``; ``examples`` contains the valid inputs."""
+    """Mutated input of a command.
+
+    The command runs in ``work``. ``examples`` contains the valid inputs.
+    """
 
     rng: random.Random
     work: Path

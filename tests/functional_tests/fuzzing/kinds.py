@@ -1,4 +1,7 @@
-"""Kinds of input: the example of a case, the change to it, and the command that reads it."""
+"""Kinds of input: the example of a case, its change, and the command.
+
+The command reads the changed example.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ class Ended:
 
 
 class Trial:
-    """Run ``command()`` in its own process, which works in ``folder/work`` and may write to ``folder/work/out``."""
+    """Run ``command()`` in its own process.
+
+    The process works in ``folder/work`` and may write to ``folder/work/out``.
+    """
 
     def __init__(self, command: Callable[[], int], folder: Path, limits: Limits) -> None:
         self._folder, self._limits = folder, limits

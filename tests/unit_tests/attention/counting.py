@@ -1,4 +1,7 @@
-"""Gloo process group that counts the bytes it sends, to measure a transport's traffic."""
+"""Gloo process group that counts the bytes it sends.
+
+It measures a transport's traffic.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ SENT: Counter = Counter()
 
 
 class CountingGroup(dist.ProcessGroup):
-    """Gloo with the operations that the transports use on a CPU; all that is sent passes through a counter."""
+    """Gloo with the operations that the transports use on a CPU.
+
+    All that is sent passes through a counter.
+    """
 
     def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -1,4 +1,7 @@
-"""Draw an attention problem, run it sharded on the current ranks, and compare with the float64 one-rank answer."""
+"""Draw an attention problem, run it sharded, and compare with one rank.
+
+It is sharded over the current ranks. The answer of one rank is in float64.
+"""
 
 from __future__ import annotations
 

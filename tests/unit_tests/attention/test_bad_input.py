@@ -1,4 +1,7 @@
-"""Wrong arguments raise a ValueError with the argument and both values, on every rank, without a hang."""
+"""Wrong arguments raise a ValueError on every rank, without a hang.
+
+The message has the argument and both values.
+"""
 
 import re
 

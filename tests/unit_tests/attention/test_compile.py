@@ -1,4 +1,7 @@
-"""``torch.compile`` around attention: left out of the graphs, with the same results and gradients."""
+"""``torch.compile`` leaves attention out of its graphs.
+
+Results and gradients are the same.
+"""
 
 import shutil
 

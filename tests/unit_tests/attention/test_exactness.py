@@ -1,4 +1,7 @@
-"""Every transport against the float64 one-rank answer: outputs and all gradients, for a random output gradient."""
+"""Every transport against the answer of one rank in float64.
+
+Outputs and all gradients are compared, for a random output gradient.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""The largest score of each head, over all ranks and transports, equals the naive result."""
+"""The largest score of each head equals the naive result.
+
+It is taken over all ranks, and is tested for all transports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Packs in pieces: every transport against the float64 answer of one rank, and the rows that are sent."""
+"""Packs in pieces: every transport against the answer of one rank in float64.
+
+The rows that are sent are checked as well.
+"""
 
 import itertools
 import random

@@ -1,4 +1,7 @@
-"""Tiles cover exactly the allowed pairs, once, as kernels need them: no empty tile, no row without keys."""
+"""Tiles cover exactly the allowed pairs, once, as kernels need them.
+
+No tile is empty, and no row is without keys.
+"""
 
 import numpy as np
 import pytest

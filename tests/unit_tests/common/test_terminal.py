@@ -1,4 +1,7 @@
-"""Text from files cannot move the cursor, set the terminal's title or reverse text."""
+"""Text from files cannot move the cursor or reverse text in a terminal.
+
+It cannot set the terminal's title either.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""YAML files of a few lines that expand to a billion values are refused quickly, with one message."""
+"""Short YAML files that expand to a billion values are refused quickly.
+
+There is one message.
+"""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Names of Megatron-Bridge: settings without effect are accepted, all others explained."""
+"""Names of Megatron-Bridge are accepted or explained.
+
+Settings without effect are accepted. All others are explained.
+"""
 
 from __future__ import annotations
 

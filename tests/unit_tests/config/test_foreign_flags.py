@@ -1,4 +1,7 @@
-"""Flags of Megatron-LM and Megatron-Bridge are errors with settings that work when typed."""
+"""Flags of Megatron-LM and Megatron-Bridge are errors that name settings.
+
+The settings work when typed.
+"""
 
 import re
 import shlex

@@ -1,4 +1,7 @@
-"""Facts of a setting are stated where it is declared, and everything else is derived from them."""
+"""Facts of a setting are stated only where it is declared.
+
+Everything else is derived from the declaration.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every field of megatron-core's and Megatron-Bridge's configurations is a setting here, or listed with a reason.
+"""Every upstream configuration field is a setting or listed with a reason.
 
-A new release of megatron-core fails these tests with the names that it adds. The names of Megatron-Bridge are stored
-beside this file, because it is not installed.
+The fields are those of megatron-core's and Megatron-Bridge's configurations. A new release of megatron-core fails these
+tests with the names that it adds. The names of Megatron-Bridge are stored beside this file, because it is not
+installed.
 """
 
 from __future__ import annotations

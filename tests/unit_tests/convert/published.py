@@ -1,4 +1,7 @@
-"""Small models of every family with random weights, made and computed by Hugging Face's library."""
+"""Small models of every family with random weights.
+
+Hugging Face's library makes and computes them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models that cannot be converted: all reasons at once, exit code 2, no files left."""
+"""Models that cannot be converted: all reasons at once, and exit code 2.
+
+No files are left.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A published model is the same model here, under every layout, and again after export."""
+"""A published model is the same model here, and again after export.
+
+This is tested under every layout.
+"""
 
 import os
 from pathlib import Path

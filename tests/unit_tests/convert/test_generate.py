@@ -1,4 +1,7 @@
-"""Generated text is transformers' and our own model's, from an export that is reused."""
+"""Generated text equals transformers' and our own model's.
+
+The export is reused.
+"""
 
 import io
 import json

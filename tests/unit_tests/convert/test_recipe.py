@@ -1,4 +1,7 @@
-"""The recipe that an import writes fits the model, passes every rule unchanged, and trains."""
+"""The recipe that an import writes fits the model and trains.
+
+It passes every rule unchanged.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""The ``data:`` line against counts of the written documents and of every sample's loss mask."""
+"""The ``data:`` line against counts of documents and of loss masks.
+
+The documents are those written. The loss masks are those of every sample.
+"""
 
 import json
 import logging

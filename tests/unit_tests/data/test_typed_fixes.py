@@ -1,4 +1,7 @@
-"""The fix of a message about data, typed after the configuration, makes the data readable."""
+"""The fix of a message about data makes the data readable.
+
+It is typed after the configuration.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""Our use of mamba-ssm, with its real kernels: see :mod:`tests.doubles.mamba_on_cpu`.
+"""Our use of mamba-ssm, with its real kernels.
 
-Runs in its own process, in which Triton interprets kernels instead of compiling them.
+See :mod:`tests.doubles.mamba_on_cpu`. Runs in its own process, in which Triton interprets kernels instead of compiling
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Our use of Transformer Engine, with its real Python part: see :mod:`tests.doubles.te_on_cpu`.
+"""Our use of Transformer Engine, with its real Python part.
 
-Runs in its own process, because megatron-core looks for Transformer Engine only on import.
+See :mod:`tests.doubles.te_on_cpu`. Runs in its own process, because megatron-core looks for Transformer Engine only on
+import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floating-point operations against hand counts, and against the weights of the models that are really built."""
+"""Floating-point operations against hand counts and weights of built models."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The memory model against live tensors counted in real runs, against published figures and megatron-core's stages."""
+"""The memory model against live tensors and published figures.
+
+The tensors are counted in real runs. The model's stages are compared with megatron-core's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The cost model of dynamic CP is the time model's, for every model, length of sample and size of group."""
+"""The cost model of dynamic CP equals the time model.
+
+They are equal for every model, length of sample and size of group.
+"""
 
 from __future__ import annotations
 

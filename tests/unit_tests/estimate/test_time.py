@@ -1,4 +1,4 @@
-"""Properties that any estimate of a step's time has, and values that follow by hand."""
+"""Properties of any estimate of a step's time, and values by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Evaluations of files against transformers on the same windows, under several layouts."""
+"""Evaluations of files against transformers on the same windows.
+
+They run under several layouts.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Validation of whole samples, before and after training, against transformers and under several layouts."""
+"""Validation of whole samples against transformers, under several layouts.
+
+It runs before and after training.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""Addresses of launchers and ranks, the error of a port in use, and ranks that end with their launcher."""
+"""Addresses of launchers and ranks, and what ends with a launcher.
+
+A port in use is an error. Ranks end with their launcher.
+"""
 
 import base64
 import os

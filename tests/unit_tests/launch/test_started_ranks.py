@@ -1,4 +1,7 @@
-"""``-n N`` starts ranks of the same command; errors are printed once, before the start if possible."""
+"""``-n N`` starts ranks of the same command, and errors are printed once.
+
+They are printed before the start if possible.
+"""
 
 import os
 import subprocess

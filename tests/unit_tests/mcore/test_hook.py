@@ -1,4 +1,7 @@
-"""megatron-core is prepared in every way of importing it. Each case needs its own interpreter."""
+"""megatron-core is prepared in every way of importing it.
+
+Each case needs its own interpreter.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""On CPUs a step copies no whole gradients or parameters without need, and its numbers stay the same bits."""
+"""On CPUs a step copies no whole gradients or parameters without need.
+
+Its numbers keep the same bits.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ EXCHANGES = ("reduce_scatter_tensor_coalesced_.default", "allgather_into_tensor_
 
 
 class WholeCopies(TorchDispatchMode):
-    """Count operations that copy, or hand to gloo, a flat tensor of at least a thousand elements."""
+    """Count operations that copy a flat tensor or hand it to gloo.
+
+    Tensors of at least a thousand elements count.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""cuDNN beside Transformer Engine: its loader prefers a machine's library to the one that PyTorch has loaded."""
+"""cuDNN beside Transformer Engine, whose loader prefers a machine's library.
+
+The loader prefers it to the library that PyTorch has loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints of layers with and without Transformer Engine have the same tensors under the same names."""
+"""Checkpoints have the same tensors with and without Transformer Engine.
+
+The names of the layers' tensors are the same too.
+"""
 
 from pathlib import Path
 from typing import Any

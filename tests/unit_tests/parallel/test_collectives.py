@@ -1,4 +1,7 @@
-"""Collective helpers: messages, work on one rank or once per node, and errors on every rank."""
+"""Collective helpers: messages, work on one rank or once per node, errors.
+
+Errors are raised on every rank.
+"""
 
 import os
 import time

@@ -1,4 +1,7 @@
-"""Formats of rank tables: every rank in small worlds, abbreviated and exact in large ones."""
+"""Formats of rank tables: complete or abbreviated.
+
+Small worlds have every rank. Large ones are abbreviated, and exact.
+"""
 
 import itertools
 import re

@@ -1,6 +1,6 @@
-"""Messages between pipeline stages have the shape that the receiver computes, and are freed.
+"""Messages between pipeline stages have the shape that the receiver computes.
 
-See also ``tests/doubles/pretend_gpu/order.py``.
+They are freed. See also ``tests/doubles/pretend_gpu/order.py``.
 """
 
 from __future__ import annotations

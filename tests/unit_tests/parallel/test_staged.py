@@ -1,7 +1,8 @@
-"""The staged backend carries what gloo carries: every operation, whole training runs, and its rules of waiting.
+"""The staged backend carries what gloo carries.
 
-Host tensors are copied as a GPU's are, so without a GPU everything runs except CUDA streams. The tests marked ``gpu``
-cover those, with several ranks on one device.
+Every operation, whole training runs, and its rules of waiting are tested. Host tensors are copied as a GPU's are, so
+without a GPU everything runs except CUDA streams. The tests marked ``gpu`` cover those, with several ranks on one
+device.
 """
 
 from __future__ import annotations

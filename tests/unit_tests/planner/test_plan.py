@@ -1,4 +1,7 @@
-"""``megatron-cp plan`` as a user types it: what is ranked, what is refused, and that its words work."""
+"""``megatron-cp plan`` as a user types it: what is ranked and refused.
+
+The commands and settings that it prints work.
+"""
 
 import dataclasses
 import itertools

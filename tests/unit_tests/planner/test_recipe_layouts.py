@@ -1,4 +1,7 @@
-"""The table of recipes and the planner's best layouts is what its script prints, and every recipe fits."""
+"""The table of recipes and the planner's best layouts is current.
+
+It is what its script prints, and every recipe fits.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Imports point downward, pure modules import neither torch nor megatron, and folders stay small."""
+"""Imports point downward, and folders stay small.
+
+Pure modules import neither torch nor megatron.
+"""
 
 import ast
 import dataclasses

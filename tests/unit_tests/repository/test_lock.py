@@ -1,4 +1,7 @@
-"""requirements.lock pins every dependency with hashes, names no host, and fits pyproject.toml."""
+"""requirements.lock pins every dependency with hashes.
+
+It names no host and fits pyproject.toml.
+"""
 
 import re
 import tomllib

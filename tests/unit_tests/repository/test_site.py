@@ -1,4 +1,7 @@
-"""The documentation site builds strictly, loads nothing from other hosts, and its pages are readable."""
+"""The documentation site builds strictly, and its pages are readable.
+
+It loads nothing from other hosts.
+"""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Each recipe has a verification card, and its commands give the card's results here."""
+"""Each recipe has a verification card, whose commands give its results here."""
 
 from __future__ import annotations
 

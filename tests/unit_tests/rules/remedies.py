@@ -1,4 +1,7 @@
-"""Type a message's fix after the overrides that broke the rule, as a user would, and return what remains."""
+"""Type a message's fix after the overrides, and return what remains.
+
+The overrides broke the rule. A user would type the fix in the same way.
+"""
 
 from __future__ import annotations
 

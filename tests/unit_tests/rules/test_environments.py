@@ -1,4 +1,7 @@
-"""Rules and the installed software: the attention used, the value of ``auto``, the variables that count."""
+"""Rules and the installed software: attention, ``auto`` and variables.
+
+The tests check the attention used, the value of ``auto``, and the variables that count.
+"""
 
 import dataclasses
 import json

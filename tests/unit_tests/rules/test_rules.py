@@ -1,4 +1,7 @@
-"""The rule table: its example breaks each entry, the reference is covered, and the page is current."""
+"""The rule table: its examples, the reference, and the page.
+
+Its example breaks each entry, the reference is covered, and the page is current.
+"""
 
 import dataclasses
 import re

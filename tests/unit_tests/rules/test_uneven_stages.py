@@ -1,4 +1,7 @@
-"""Rule A15 with another number of layers in the first or last pipeline stage: what can be built."""
+"""Rule A15 with other numbers of layers in the first or last pipeline stage.
+
+The tests check what can be built.
+"""
 
 from __future__ import annotations
 

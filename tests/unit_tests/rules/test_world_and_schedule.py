@@ -1,4 +1,7 @@
-"""Rules on padded vocabulary (A19), schedule (I9) and dynamic groups (H23) report only where they apply."""
+"""Rules on vocabulary, schedule and groups report only where they apply.
+
+They are on the padded vocabulary (A19), the schedule (I9) and dynamic groups (H23).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches that do not match the layout end the run on every rank, with one message and no hang."""
+"""Batches that do not match the layout end the run on every rank.
+
+There is one message and no hang.
+"""
 
 import os
 import signal

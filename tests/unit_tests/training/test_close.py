@@ -1,4 +1,7 @@
-"""A closed run leaves neither its model nor threads of its process groups in the process."""
+"""A closed run leaves neither its model nor threads in the process.
+
+The threads are those of its process groups.
+"""
 
 import gc
 import os

@@ -1,4 +1,7 @@
-"""A length in epochs is the run of as many iterations, in every file and when it resumes."""
+"""A length in epochs is the run of as many iterations.
+
+This holds in every file, and when it resumes.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The gradient norm that is read with the losses, and its step, equal megatron-core's ``optimizer.step()``."""
+"""The gradient norm and its step equal megatron-core's optimizer step.
+
+The norm is read with the losses. megatron-core's step is ``optimizer.step()``.
+"""
 
 import math
 import os

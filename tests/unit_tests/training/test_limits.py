@@ -1,4 +1,7 @@
-"""Limits of memory, files, processes and shared memory that a rank reaches: named on every rank."""
+"""Limits that a rank reaches are named on every rank.
+
+They are limits of memory, files, processes and shared memory.
+"""
 
 import io
 import mmap

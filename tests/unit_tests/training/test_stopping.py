@@ -1,4 +1,7 @@
-"""Early ends of runs: signals, ranks that die, freeze or fail, and the rank that reports it."""
+"""Early ends of runs: signals, and ranks that die, freeze or fail.
+
+The tests also check which rank reports the end.
+"""
 
 import os
 import re
@@ -155,7 +158,10 @@ def test_a_rank_that_fails_is_named_with_its_reason(cli: Any, error: BaseExcepti
 
 
 class LikeNccl:
-    """torch.distributed for megatron_cp.parallel.device: groups that stop once every rank stops them."""
+    """torch.distributed as megatron_cp.parallel.device uses it, like NCCL.
+
+    Groups stop once every rank stops them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,7 @@
-"""The fix of a refused checkpoint, typed after the configuration, lets the run start."""
+"""The fix of a refused checkpoint lets the run start.
+
+It is typed after the configuration.
+"""
 
 from pathlib import Path
 from typing import Any

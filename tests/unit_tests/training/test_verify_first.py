@@ -1,4 +1,7 @@
-"""``train --verify``: the layout is compared with one rank before the first step, once."""
+"""``train --verify`` compares the layout with one rank, once.
+
+This is before the first step.
+"""
 
 import json
 from contextlib import ExitStack

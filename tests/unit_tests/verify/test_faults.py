@@ -1,4 +1,7 @@
-"""Faults planted one by one, in the layout alone: each is detected, and the verdict names its place."""
+"""Faults planted one by one, in the layout alone, are detected.
+
+The verdict names the place of each.
+"""
 
 import functools
 import re

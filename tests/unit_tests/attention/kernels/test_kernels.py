@@ -1,4 +1,7 @@
-"""Forward and backward of one tile against naive attention, and checks around PyTorch's kernels."""
+"""Forward and backward of one tile against naive attention.
+
+The checks around PyTorch's kernels are tested too.
+"""
 
 import contextlib
 from collections import Counter

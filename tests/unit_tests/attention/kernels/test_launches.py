@@ -1,4 +1,7 @@
-"""Grouped launches of many sequences' tiles: each tile once, with the same numbers as tile by tile."""
+"""Grouped launches of many sequences' tiles compute each tile once.
+
+The numbers are the same as tile by tile.
+"""
 
 from itertools import pairwise
 from unittest import mock

@@ -1,4 +1,7 @@
-"""Tensors that attention saves for the backward pass, and its memory while it runs."""
+"""Tensors that attention saves for the backward pass, and its memory.
+
+The memory is measured while attention runs.
+"""
 
 import weakref
 

@@ -1,4 +1,7 @@
-"""The start-up probe passes if attention communicates; otherwise it stops the run on all ranks."""
+"""The start-up probe passes if attention communicates.
+
+Otherwise it stops the run on all ranks.
+"""
 
 import time
 

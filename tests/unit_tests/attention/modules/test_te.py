@@ -1,7 +1,8 @@
-"""Transformer Engine's attention gets the right groups: tested on a stand-in for its class, which needs a GPU.
+"""Transformer Engine's attention gets the right groups.
 
-The stand-in has the group handling of megatron-core 0.19.2's TEDotProductAttention: hierarchical groups come from
-global state (empty here), and a microbatch's group stays set after the microbatch.
+The tests use a stand-in for its class, which needs a GPU. The stand-in has the group handling of megatron-core 0.19.2's
+TEDotProductAttention: hierarchical groups come from global state (empty here), and a microbatch's group stays set after
+the microbatch.
 """
 
 import pytest
@@ -27,7 +28,10 @@ from tests.unit_tests.attention.modules.test_native import make_config
 
 
 class TransformerEngine(torch.nn.Module):
-    """Transformer Engine's DotProductAttention, as far as groups go, computing with our transports."""
+    """Stand-in for the groups of Transformer Engine's DotProductAttention.
+
+    It computes with our transports.
+    """
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks

@@ -1,9 +1,8 @@
-"""Transformer Engine's attention and ours are equal in bf16, per layer and in training.
+"""Transformer Engine's attention and ours are equal in bf16.
 
-Our attention with Transformer Engine's kernels is compared, too. Several ranks share one GPU through the staged
-backend.
-On a CPU the same tests run with our attention only, so they are known to work before a GPU is available. Tests of
-Transformer Engine are marked ``gpu``.
+They are compared per layer and in training. Our attention with Transformer Engine's kernels is compared, too. Several
+ranks share one GPU through the staged backend. On a CPU the same tests run with our attention only, so they are known
+to work before a GPU is available. Tests of Transformer Engine are marked ``gpu``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Placement of a pack's documents: equal tokens, nearly equal work, few rows to send."""
+"""Placement of a pack's documents: equal tokens and nearly equal work.
+
+Few rows have to be sent.
+"""
 
 import itertools
 import math

@@ -1,4 +1,7 @@
-"""A transport is one object with all that the package needs, so a fifth transport changes no other file."""
+"""A transport is one object with all that the package needs.
+
+A fifth transport therefore changes no other file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A second call with a first call's output and log-sum-exp has the same gradients, without a forward kernel."""
+"""A second call with a first call's results needs no forward kernel.
+
+The results are the output and the log-sum-exp. The gradients are the same.
+"""
 
 from __future__ import annotations
 

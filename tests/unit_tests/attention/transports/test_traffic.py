@@ -1,4 +1,7 @@
-"""Each transport sends the bytes of its formula in docs/explanation/context_parallel.md, and no more."""
+"""Each transport sends the bytes of its formula, and no more.
+
+The formulas are in docs/explanation/context_parallel.md.
+"""
 
 import pytest
 import torch

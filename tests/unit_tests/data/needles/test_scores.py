@@ -1,4 +1,7 @@
-"""A sample counts as right if all tokens of its answer are; the table and the heat map show every cell."""
+"""Scores of retrieval samples, and their table and heat map.
+
+A sample counts as right if all tokens of its answer are. The table and the heat map show every cell.
+"""
 
 from __future__ import annotations
 

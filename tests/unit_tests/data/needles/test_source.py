@@ -1,4 +1,7 @@
-"""Retrieval samples: exact lengths and depths, one right answer, equal at every read."""
+"""Retrieval samples have exact lengths and depths, and one right answer.
+
+They are equal at every read.
+"""
 
 from __future__ import annotations
 

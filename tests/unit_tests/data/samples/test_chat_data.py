@@ -1,4 +1,7 @@
-"""Dialogues, prompts and responses as samples: rows of files, loss masks, cuts and refusals."""
+"""Dialogues, prompts and responses as samples.
+
+Rows of files, loss masks, cuts and refusals are tested.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""Samples of variable length, from files and mock: content, order, and errors of bad files."""
+"""Samples of variable length, from files and mock.
+
+Content, order, and errors of bad files are tested.
+"""
 
 import json
 import os

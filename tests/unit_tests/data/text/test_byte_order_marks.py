@@ -1,4 +1,7 @@
-"""A byte order mark is no text in any file; another encoding is an error with a conversion command."""
+"""A byte order mark is not read as text in any file.
+
+Another encoding is an error with a conversion command.
+"""
 
 import codecs
 import gzip

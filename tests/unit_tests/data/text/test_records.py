@@ -1,4 +1,7 @@
-"""A run reports data whose documents begin or end with other tokens than its tokenizer writes."""
+"""A run reports data of another form than its tokenizer writes.
+
+The documents begin or end with other tokens.
+"""
 
 import logging
 import re

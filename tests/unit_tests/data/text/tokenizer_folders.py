@@ -1,4 +1,7 @@
-"""Folders with a Hugging Face tokenizer and a post-processor that adds special tokens."""
+"""Folders with a Hugging Face tokenizer and a post-processor.
+
+The post-processor adds special tokens.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Mamba-2 hybrids on packs, each with its CP size, train like one rank: long-tailed lengths, uneven masks."""
+"""Mamba-2 hybrids on packs, each with its CP size, train like one rank.
+
+Lengths are long-tailed, and masks are uneven.
+"""
 
 import functools
 from typing import Any

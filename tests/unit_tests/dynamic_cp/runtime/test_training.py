@@ -1,4 +1,7 @@
-"""Training on packs, each with its CP size, equals one rank: float32, long-tailed lengths, uneven masks."""
+"""Training on packs, each with its CP size, equals one rank.
+
+It is in float32, with long-tailed lengths and uneven masks.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,7 @@
-"""Chunked cross-entropy: the same numbers, less memory, one gradient per parameter and microbatch."""
+"""Chunked cross-entropy: the same numbers and less memory.
+
+Each parameter gets one gradient per microbatch.
+"""
 
 import weakref
 from collections import Counter
@@ -76,7 +79,10 @@ def test_the_weights_gradient_is_summed_in_float32() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive at once, at most; and of the largest of them."""
+    """Bytes of tensors that are alive at once, at most, and of the largest.
+
+    Tensors made inside the context count.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Attention by groups of heads: every gradient as of all heads at once, and the memory of a group."""
+"""Attention by groups of heads has the gradients of all heads at once.
+
+The memory of a group is tested too.
+"""
 
 from __future__ import annotations
 

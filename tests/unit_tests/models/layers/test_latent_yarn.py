@@ -1,4 +1,7 @@
-"""Latent attention with YaRN equals Hugging Face's library with the same settings and weights."""
+"""Latent attention with YaRN equals Hugging Face's library.
+
+Both have the same settings and weights.
+"""
 
 from __future__ import annotations
 

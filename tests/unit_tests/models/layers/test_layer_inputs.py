@@ -1,6 +1,6 @@
-"""Inputs of recomputed layers in host memory: the same bits, and the bytes that leave.
+"""Inputs of recomputed layers in host memory have the same bits.
 
-``tests/doubles/pretend_gpu/offload.py`` checks the copies of a GPU.
+The bytes that leave the device are counted. ``tests/doubles/pretend_gpu/offload.py`` checks the copies of a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The Mamba mixer computes the same on any number of ranks, packed, and with garbage in the padding."""
+"""The Mamba mixer computes the same on any number of ranks.
+
+It is tested on packs too, and with garbage in the padding.
+"""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The chunked scan equals the recurrence that it computes: float64, odd lengths, packs, gradients."""
+"""The chunked scan equals the recurrence that it computes.
+
+It is tested in float64, with odd lengths, packs and gradients.
+"""
 
 from typing import Any
 

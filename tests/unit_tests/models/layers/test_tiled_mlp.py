@@ -1,4 +1,7 @@
-"""MLPs in tiles: the same numbers, less memory, no more recomputation than without."""
+"""MLPs in tiles have the same numbers and need less memory.
+
+They recompute no more than without tiles.
+"""
 
 from __future__ import annotations
 

@@ -303,7 +303,10 @@ def test_loaded_adam_counts_one_step_for_each_parameter(tmp_path: Path) -> None:
 
 
 class WithStateOfItsOwn:
-    """As Transformer Engine's norms and attention are, even where nothing is quantized."""
+    """Module with an extra state of its own.
+
+    Transformer Engine's norms and attention are such modules, even where nothing is quantized.
+    """
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.uint8)

@@ -1,4 +1,7 @@
-"""A checkpoint from a stranger runs no code, and invalid content is refused before use."""
+"""A checkpoint of unknown origin runs no code.
+
+Invalid content is refused before use.
+"""
 
 import math
 import os

@@ -1,4 +1,7 @@
-"""Changed bytes are detected in every file of a checkpoint, and the error names another checkpoint."""
+"""Changed bytes are detected in every file of a checkpoint.
+
+The error names another checkpoint.
+"""
 
 import random
 import re

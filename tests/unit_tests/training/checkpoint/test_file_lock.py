@@ -1,4 +1,7 @@
-"""One process at a time locks a file, with either kind of lock, also if the file is deleted."""
+"""One process at a time locks a file, with either kind of lock.
+
+This also holds if the file is deleted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from tests.unit_tests.training.checkpoint.test_run_lock import forked
 
 
 class Holder:
-    """Another process that takes a file's lock as this process would, and writes into it."""
+    """Another process that takes a file's lock as this process would.
+
+    It writes into the file.
+    """
 
     def __init__(self, path: Path, last: Callable[[], object] = signal.pause) -> None:
         read, write = os.pipe()

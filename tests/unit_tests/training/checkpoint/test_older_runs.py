@@ -1,4 +1,7 @@
-"""Runs of an earlier version resume to the same numbers. See :mod:`tests.older_runs.make`."""
+"""Runs of an earlier version resume to the same numbers.
+
+See :mod:`tests.older_runs.make`.
+"""
 
 import json
 import shutil

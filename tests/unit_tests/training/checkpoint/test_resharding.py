@@ -1,4 +1,7 @@
-"""Resuming under another layout: same samples in the same order, same loss within float32's rounding."""
+"""Resuming under another layout: the same samples and the same loss.
+
+The samples have the same order. The loss is the same within float32's rounding.
+"""
 
 from contextlib import closing
 from dataclasses import asdict

@@ -1,4 +1,7 @@
-"""The same command resumes a run from its latest checkpoint, however the run first started."""
+"""The same command resumes a run from its latest checkpoint.
+
+It does not matter how the run first started.
+"""
 
 import re
 import shutil

@@ -1,6 +1,7 @@
-"""Two runs in one folder: the second resumes after the first has ended, or fails and names the first.
+"""Two runs in one folder: the second waits and resumes, or fails.
 
-Also one run whose nodes do not share the folder that it names.
+It resumes after the first has ended. If it fails, its error names the first. Also one run whose nodes do not share the
+folder that it names.
 """
 
 from __future__ import annotations

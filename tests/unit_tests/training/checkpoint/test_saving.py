@@ -1,4 +1,7 @@
-"""Saving in the background, on a full disk, killed at any moment; what is kept, and what is deleted."""
+"""Saving in the background, on a full disk, and killed at any moment.
+
+The tests check what is kept, and what is deleted.
+"""
 
 import os
 import resource

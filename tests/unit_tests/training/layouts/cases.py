@@ -1,4 +1,7 @@
-"""The parallel layouts whose training must equal one rank's, as (world size, overrides)."""
+"""The parallel layouts whose training must equal one rank's.
+
+Each is a pair (world size, overrides).
+"""
 
 from typing import Any
 

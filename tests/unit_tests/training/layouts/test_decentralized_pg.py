@@ -1,4 +1,7 @@
-"""Real process groups, built both ways, compared with each other and with the layout."""
+"""Real process groups, built both ways, compared with the layout.
+
+They are compared with each other too.
+"""
 
 import itertools
 from typing import Any

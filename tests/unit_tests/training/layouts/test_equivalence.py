@@ -1,4 +1,7 @@
-"""Every layout trains the same model as one rank: float32, an uneven loss mask; 20 iterations where time allows."""
+"""Every layout trains the same model as one rank.
+
+It is in float32, with an uneven loss mask, and 20 iterations where time allows.
+"""
 
 import functools
 from typing import Any

@@ -1,4 +1,7 @@
-"""Training in fp16: close to float32, with a loss scale that adapts and is restored."""
+"""Training in fp16 is close to float32.
+
+The loss scale adapts and is restored.
+"""
 
 from pathlib import Path
 from typing import Any

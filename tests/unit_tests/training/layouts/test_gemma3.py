@@ -1,4 +1,7 @@
-"""Gemma 3 trains like one rank under every layout: float32, a few iterations, an uneven loss mask."""
+"""Gemma 3 trains like one rank under every layout.
+
+It is in float32, with a few iterations and an uneven loss mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mamba-2 hybrid models train like one rank under every layout: float32, a few iterations, an uneven loss mask."""
+"""Mamba-2 hybrid models train like one rank under every layout.
+
+They are in float32, with a few iterations and an uneven loss mask.
+"""
 
 import functools
 import json

@@ -1,4 +1,7 @@
-"""Hybrid models with experts train like one rank under every layout: float32, a few iterations, an uneven loss mask."""
+"""Hybrid models with experts train like one rank under every layout.
+
+They are in float32, with a few iterations and an uneven loss mask.
+"""
 
 import functools
 import json

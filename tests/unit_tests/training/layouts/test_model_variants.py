@@ -1,4 +1,7 @@
-"""Model features under context parallelism train like one rank: float32, a few iterations, an uneven loss mask."""
+"""Model features under context parallelism train like one rank.
+
+They are in float32, with a few iterations and an uneven loss mask.
+"""
 
 import functools
 import json

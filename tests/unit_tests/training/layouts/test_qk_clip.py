@@ -1,4 +1,7 @@
-"""Clipping of queries' and keys' weights: like megatron-core's on one rank, and like one rank under every layout."""
+"""Clipping of queries' and keys' weights on one rank and under every layout.
+
+On one rank it is like megatron-core's. Under every layout it is like one rank's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Steps of samples of one length: prefetched by one step, the same samples in the same order, none unused."""
+"""Steps of samples of one length, prefetched by one step.
+
+The samples are the same and in the same order, and none is unused.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class Numbered(torch.utils.data.Dataset):
 
 
 class Agreeing:
-    """Replace the checks among ranks: record the reports of this rank about its batches."""
+    """Replace the checks among ranks, and record this rank's reports.
+
+    The reports are about its batches.
+    """
 
     def __init__(self, run: Any) -> None:
         self.threads: set[threading.Thread] = set()

@@ -1,4 +1,7 @@
-"""The last stage's copy of the embedding, in checkpoints written without the MPU's global state."""
+"""The last stage's copy of the embedding in checkpoints.
+
+The checkpoints are written without the MPU's global state.
+"""
 
 from pathlib import Path
 from typing import Any

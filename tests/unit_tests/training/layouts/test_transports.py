@@ -1,4 +1,7 @@
-"""The transport of each attention layer, with sliced microbatches and an unsliced model."""
+"""The transport of each attention layer.
+
+Microbatches are sliced, and the model is unsliced.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Output of a run: phases, log line, live line, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Output of a run: phases, log line, live line, and metrics.
+
+The metrics are in metrics.jsonl, TensorBoard, and Weights & Biases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NaN and infinity are reported with rank, microbatch and layer, skipped or fatal, and never trained on."""
+"""NaN and infinity are reported, and never trained on.
+
+The report has rank, microbatch and layer. The step is skipped, or the error is fatal.
+"""
 
 import math
 import os

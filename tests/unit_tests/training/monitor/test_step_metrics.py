@@ -1,4 +1,7 @@
-"""Logged numbers belong to their step: its training values, its MFU, and a line that fits."""
+"""Logged numbers belong to their step, and the line fits.
+
+They include its training values and its MFU.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ SCHEDULED = [
 
 
 class Recorded:
-    """What the optimizer really used: written down by rank 0 of a forked run, where it is used."""
+    """Values that the optimizer really used.
+
+    Rank 0 of a forked run writes them down where they are used.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

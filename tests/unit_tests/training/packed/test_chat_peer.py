@@ -1,4 +1,7 @@
-"""Tuning on dialogues against a plain PyTorch and transformers loop, from the same weights."""
+"""Tuning on dialogues against a plain PyTorch and transformers loop.
+
+Both begin from the same weights.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Documents in a pack do not see each other, under context parallelism and without."""
+"""Documents in a pack do not attend to each other.
+
+This is tested under context parallelism and without.
+"""
 
 from typing import Any
 

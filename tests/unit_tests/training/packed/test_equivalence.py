@@ -1,4 +1,7 @@
-"""Packed training as configured equals one rank that takes the samples one by one: float32, long tails."""
+"""Packed training as configured equals one rank's, sample by sample.
+
+It is in float32, with long tails of lengths.
+"""
 
 from __future__ import annotations
 

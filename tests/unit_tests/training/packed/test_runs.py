@@ -1,4 +1,7 @@
-"""Packed runs from the command line: what they write, how they go on, and what ends them."""
+"""Packed runs from the command line: output, resumption and end.
+
+The tests check what the runs write, how they are resumed, and what ends them.
+"""
 
 import contextlib
 import io

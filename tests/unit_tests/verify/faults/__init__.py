@@ -1,7 +1,7 @@
-"""Faults to plant in the verified layout only: each is one line of code that someone could write by mistake.
+"""Faults to plant in the verified layout only.
 
-``FAULTS`` contains them by name. Each returns a patch that is active while the layout is measured on its ranks, not
-while the reference is.
+Each is one line of code that someone could write by mistake. ``FAULTS`` contains them by name. Each returns a patch
+that is active while the layout is measured on its ranks, not while the reference is.
 """
 
 from tests.unit_tests.verify.faults import attention, batches, experts, gradients, optimizer, unseen

@@ -1,4 +1,7 @@
-"""Faults of gradient reduction over ranks, and of messages between pipeline stages."""
+"""Faults of gradient reduction, and of messages between pipeline stages.
+
+The gradients are reduced over ranks.
+"""
 
 import copy
 import sys

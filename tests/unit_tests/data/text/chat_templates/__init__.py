@@ -1,6 +1,6 @@
-"""Chat templates of published models, their tokenizers' special tokens, and variants with generation blocks.
+"""Chat templates of published models, with their special tokens.
 
-The ``.jinja`` files hold the templates as their models publish them.
+Some variants have generation blocks. The ``.jinja`` files hold the templates as their models publish them.
 """
 # ruff: noqa: E501, RUF001 (texts of templates)
 
