@@ -88,12 +88,17 @@ def test_every_command(installed: Installed) -> None:
     run("report", "run")
     run("profile", "run", code=2)  # it was not profiled
     run("schedule", "--distribution", "mock", "--count", "8", "--ranks", "4")
+    assert "estimates" in run("plan", "--recipe", "llama_tiny_pretrain_config", "--gpus", "2", "--gpu", "h100")
+    assert "some text" in run("preview", "llama_tiny_pretrain_config", "dataset.data_path=corpus")
     run("doctor", "llama_tiny_pretrain_config", "--world-size", "4")
     run("convert", "export", "--megatron-path", "run", "--hf-path", "exported")
     screen = run("quickstart", *SMALL, "model.num_layers=2")
+    (trained_on_text,) = installed.folder.glob("runs/quickstart/run-*")
+    assert "some text" in run("generate", str(trained_on_text), "some text", "--max-new-tokens", "4")
     assert not commands, "not tried"
     suggested = re.findall(r"^ +(megatron-cp (?:train|preprocess|recipes)\b.*)$", screen, re.M)
-    assert len(suggested) == 3, screen
-    for line in suggested:
+    tuning = [line for line in suggested if "llama_tiny_sft_config" in line]  # minutes, so it is not run here
+    assert (len(suggested), len(tuning)) == (4, 1), screen
+    for line in set(suggested) - set(tuning):
         installed(*line.split()[1:])
     assert "nope.bin and nope.idx: no such file" in run("train", *TWO, "dataset.data_path=nope", code=2)
