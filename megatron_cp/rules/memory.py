@@ -86,12 +86,14 @@ def savings(
     chunk, tile, offload = _OTHERS
     plain = {**_recompute(), chunk: None, tile: None, offload: False}
     chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
-    tiled = chunked | ({tile: _TILE} if tokens > _TILE and set("-E") & set(model.layer_letters) else {})
+    in_tiles = tokens > _TILE and set("-E") & set(model.layer_letters)
+    tiled = chunked | ({tile: _TILE, NAME.model.mlp_chunks_for_training: 1} if in_tiles else {})
     cheap = [plain, chunked, tiled]
     again = [name for name, part in (("moe", "E"), ("mlp", "-")) if part in model.layer_letters]
     again = again if not model.add_bias_linear else [name for name in again if name == "moe"]
     steps = [*cheap, *([chunked | _recompute("selective", None, None, again)] if again else [])]
-    whole = [_recompute("full", "block", layers // 2)] if layers >= 4 else []
+    in_blocks = layers >= 4 and (not model.mtp_num_layers or model.architecture == "hybrid")
+    whole = [_recompute("full", "block", layers // 2)] if in_blocks else []
     for recomputed in (*whole, _recompute("full", "uniform", 1)):
         steps += [chunked | recomputed, tiled | recomputed]
     if on_gpu:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_cp.config.recipes import load_recipe
+from megatron_cp.config.recipes import list_recipes, load_recipe
 from megatron_cp.rules import Environment, check
 from megatron_cp.rules.memory import NEARLY_FULL, choose_savings, estimated, savings
 from megatron_cp.rules.remedies import Case
@@ -73,3 +73,31 @@ def test_the_choice_follows_that_of_the_transport() -> None:
     first, second = text.splitlines()
     assert first.startswith("model.cp_comm_type=auto is ") and second.startswith(AUTO)
     assert config.model.memory_savings == "off" and "auto" not in config.model.transports
+
+
+FAST = "llama31_8b_pretrain_config"
+RECIPES = [
+    pytest.param(name, marks=[] if name == FAST else pytest.mark.slow)
+    for name in sorted(list_recipes())
+    if "_tiny_" not in name
+]
+
+
+@pytest.mark.parametrize("times", [4, 64])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_choice_breaks_a_rule(recipe: str, times: int) -> None:
+    """Only the memory may be refused: a length may need more than all savings."""
+    length = load_recipe(recipe).model.seq_length or 0
+    longer = [f"dataset.seq_length={length * times}", f"model.max_position_embeddings={length * times}"]
+    pieces = "model.mlp_chunks_for_training=4"
+    for overrides in (longer, [*longer, pieces]):
+        ranks = load_recipe(recipe).recipe_world_size or 1
+        found = [check(load_recipe(recipe, [*overrides, *each]), ranks, 8, "gpu") for each in ([], [AUTO])]
+        without, with_savings = ({each.rule for each in some if each.severity == "error"} for some in found)
+        assert with_savings <= without | {"K66"}
+
+
+def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
+    model = replace(case_of(2**17).config.model, mtp_num_layers=1)
+    methods = {step["model.recompute_method"] for step in savings(model, 2**17, 32, True)}
+    assert methods == {None, "uniform"}
