@@ -71,7 +71,7 @@ def measure(started: Started, samples: EverySample) -> Measured:
     with closing(SignalWatch(config.train.exit_signal_handler)) as watch:
 
         def asked_to_stop() -> int:
-            return int(max_over_ranks(torch.full((), watch.received, device=ready.device)))
+            return int(max_over_ranks(torch.full((), watch.read(), device=ready.device)))
 
         counts, stop = count_tokens(ready, samples, asked_to_stop)
     return Measured(ready, start, counts, stop)

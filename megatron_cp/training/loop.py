@@ -73,7 +73,7 @@ def train(
         out_of_time = limit is not None and time.monotonic() - started > 60 * limit
         seconds = run.phases.read() if reporter.is_due(progress.iteration + 1) else {}
         memory = peak_memory_bytes(run.device)
-        return StepReport(watch.received, out_of_time, saver.writing, memory, dict.fromkeys(PHASES, 0.0) | seconds)
+        return StepReport(watch.read(), out_of_time, saver.writing, memory, dict.fromkeys(PHASES, 0.0) | seconds)
 
     with (
         closing(open_steps(run, datasets.train, progress.consumed_samples, training=True)) as steps,

@@ -26,15 +26,27 @@ class SignalWatch(ExitStack):
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
-        self.received = 0
+        self._numbers = signals_to_stop_at() if enabled else []
+        self._received = 0
         self._at = 0.0
-        self.enter_context(handled(signals_to_stop_at() if enabled else (), self._store_signal))
+        self.enter_context(handled(self._numbers, self._store_signal))
+
+    def read(self) -> int:
+        """Return the stored signal (0: none), and install the handlers again.
+
+        Libraries replace them. LLVM, with which Triton compiles kernels in this process, installs handlers that restore
+        the earlier ones at the first signal. Until they have, the same signal ends the process without a checkpoint,
+        and ``timeout``, launchers and Slurm send a signal twice within microseconds.
+        """
+        for number in self._numbers:
+            signal.signal(number, self._store_signal)
+        return self._received
 
     def _store_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             drop_lost_output()
-        if not self.received:
-            self.received, self._at = number, time.monotonic()
+        if not self._received:
+            self._received, self._at = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_KEY_PRESS:
             raise KeyboardInterrupt
 

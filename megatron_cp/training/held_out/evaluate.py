@@ -46,7 +46,7 @@ def evaluate_part(run: Run, name: str, dataset: Dataset | Stream | None, reporte
     began = time.perf_counter()
 
     def asked_to_stop() -> int:
-        return int(max_over_ranks(torch.full((), watch.received, device=run.device)))
+        return int(max_over_ranks(torch.full((), watch.read(), device=run.device)))
 
     with run.phases("evaluation"):
         if run.config.validation.full_validation:
