@@ -9,6 +9,7 @@ checking takes milliseconds.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -170,7 +171,12 @@ def _kind_of_data(
 
 def default_at(path: str) -> Any:
     """Return the default of a setting, by its dotted name."""
-    return RunConfig().value_at(path)
+    return copy(_defaults().value_at(path))
+
+
+@cache
+def _defaults() -> RunConfig:
+    return RunConfig()
 
 
 @cache

@@ -130,9 +130,9 @@ class RankLayout:
             raise ValueError("the layout has no hierarchical context parallel sizes")
         sizes = {str(level): size for level, size in enumerate(self.hierarchical)}
         cp_groups = self.groups("cp")
+        slices = [_slices(sizes, (level,)) for level in sizes]
         return tuple(
-            [[ranks[place] for place in places] for ranks in cp_groups for places in _slices(sizes, (level,))]
-            for level in sizes
+            [[ranks[place] for place in places] for ranks in cp_groups for places in of_level] for of_level in slices
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -100,8 +100,7 @@ class Case:
     def out_of_range(self, kind: str) -> Iterator[tuple[str, Any, Facts]]:
         """Yield settings of a kind with values out of range: name, value, facts."""
         for name, facts in settings().items():
-            value = self.config.value_at(name)
-            if facts.kind == kind and not facts.allows(value):
+            if facts.kind == kind and not facts.allows(value := self.config.value_at(name)):
                 yield name, value, facts
 
     def after(self, fix: Fix) -> Case:

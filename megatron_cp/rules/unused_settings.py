@@ -15,8 +15,10 @@ def unused_settings(config: RunConfig) -> Iterator[Finding]:
     """Yield a warning for each setting with a value that nothing reads."""
     for field, facts in settings().items():
         off = next((when for when in facts.when if not when.holds(config)), None)
+        if off is None:
+            continue
         value = config.value_at(field)
-        if off and value != default_at(field) and value != _unset(config, field):
+        if value != default_at(field) and value != _unset(config, field):
             fix = either(default_of(field), off.turn_on)
             yield Finding(field, f"has no effect without {off.switch}", fix, severity="warning")
 
