@@ -82,12 +82,18 @@ def wait_for(folder: Path, ranks: int, *launched: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+def listeners(process: psutil.Process) -> set[tuple[str, int]]:
+    """Return the addresses and ports on which a process and its children listen."""
+    tree = [process, *process.children(recursive=True)]
+    found = [each.laddr for one in tree for each in one.net_connections("inet") if each.status == "LISTEN"]
+    return {(each.ip, each.port) for each in found}
+
+
 def listening(process: psutil.Process) -> set[str]:
     """Return the addresses on which a process and its children listen."""
-    tree = [process, *process.children(recursive=True)]
-    found = [each.laddr.ip for one in tree for each in one.net_connections("inet") if each.status == "LISTEN"]
+    found = {ip for ip, _ in listeners(process)}
     assert found
-    return set(found)
+    return found
 
 
 def test_two_runs_on_this_machine(launch: Launch, tmp_path: Path) -> None:
@@ -197,7 +203,11 @@ def test_the_named_fix_works(launch: Launch, tmp_path: Path, taken: int) -> None
 
 
 def keep_the_store(address: str, seconds: float) -> tuple[str, set[str]]:
-    """Return the message of a rank started without a launcher, and its addresses."""
+    """Return the message of a rank started without a launcher, and its addresses.
+
+    A forked rank inherits the sockets of the test process, where an earlier test may have left a store.
+    """
+    inherited = listeners(psutil.Process())
     os.environ["MASTER_ADDR"] = address
     if address != "localhost":
         os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -207,7 +217,7 @@ def keep_the_store(address: str, seconds: float) -> tuple[str, set[str]]:
         return str(fault), set()
     store.set(f"here{rank}", "")
     store.wait([f"here{each}" for each in range(size)])
-    return "", listening(psutil.Process()) if rank == 0 else set()
+    return "", {ip for ip, _ in listeners(psutil.Process()) - inherited} if rank == 0 else set()
 
 
 @pytest.fixture
