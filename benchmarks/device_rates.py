@@ -108,7 +108,10 @@ def main() -> None:
     print(f"\n# {where}, torch {torch.__version__}: {100 * fit.residual:.1f} % off in the median")
     if fit.at_bound:
         print(f"# no good fit: these wanted to be further from the presets than they may: {', '.join(fit.at_bound)}")
-    print(yaml.safe_dump(rates(before, prior, fit), sort_keys=False))
+    found = rates(before, prior, fit)
+    if max(found["matmul_efficiency"].values()) > 1:
+        print("# efficiencies above 1: these sizes cannot tell products from the rest; more sizes may")
+    print(yaml.safe_dump(found, sort_keys=False))
     stop_distributed()
 
 

@@ -61,7 +61,7 @@ MODELS = {
     "tiny": ("llama_tiny_pretrain_config", ["parallel=none"]),
 }
 RECOMPUTE = {
-    "none": [],
+    "none": ["model.recompute_granularity=null"],
     "mlp": ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
     "full": ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"],
 }
