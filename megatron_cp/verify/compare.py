@@ -17,7 +17,7 @@ from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.parallel.process_groups import build_single_rank_groups
 from megatron_cp.training.step import StepResult
 from megatron_cp.verify.measure import Measurement, add_dummies, measure, same_packs
-from megatron_cp.verify.tensors import TensorDifferences, compare_tensors
+from megatron_cp.verify.tensors import UPDATE_FLOOR, TensorDifferences, compare_tensors
 
 # Float32 rounding, relative to the reference: other summation orders change the loss by about 1e-7 and the norm by
 # about 1e-6. Gradient elements cancel, so they are compared with the largest one of their parameter. The optimizer
@@ -159,7 +159,7 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
         _compare_tokens(reference.token_losses, result.token_losses),
         _compare_rates(reference.rates, result.rates),
         compare_tensors(reference.gradients, result.gradients, GRADIENT_TOLERANCE),
-        compare_tensors(reference.updates, result.updates, UPDATE_TOLERANCE),
+        compare_tensors(reference.updates, result.updates, UPDATE_TOLERANCE, UPDATE_FLOOR),
         ranks=ranks,
         probe=reference.probe or result.probe,
         fault=fault,

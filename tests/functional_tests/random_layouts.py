@@ -18,6 +18,15 @@ SIZES = [
 # The subject is more than one rank per sample.
 SIZES = [sizes for sizes in SIZES if sizes[1] > 1] * 3 + [sizes for sizes in SIZES if sizes[1] == 1]
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+NO_SAVINGS: Overrides = {
+    "model__recompute_granularity": None,
+    "model__recompute_method": None,
+    "model__recompute_num_layers": None,
+    "model__cross_entropy_chunk_size": None,
+    "model__mlp_chunk_size": None,
+    "model__attention_head_groups": 1,
+    "model__offload_layer_inputs": False,
+}
 
 
 @st.composite
@@ -162,6 +171,22 @@ def _hybrid(draw: Any, values: Overrides) -> Overrides:
         "model__mamba_num_heads": groups * draw(st.sampled_from([2, 3, 4])),
         "model__mamba_head_dim": 8,
         "model__mamba_state_dim": 8,
+    }
+
+
+@st.composite
+def saving_configurations(draw: Any) -> tuple[int, Overrides]:
+    """Yield configurations with all that saves memory of long sequences at once."""
+    world_size, values = draw(configurations())
+    heads_per_rank = values["model__num_query_groups"] // values["model__tensor_model_parallel_size"]
+    return world_size, values | {
+        "model__recompute_granularity": "full",
+        "model__recompute_method": draw(st.sampled_from(["uniform", "block"])),
+        "model__recompute_num_layers": 1,
+        "model__cross_entropy_chunk_size": draw(st.sampled_from([5, 16])),
+        "model__mlp_chunk_size": draw(st.sampled_from([7, 16])),
+        "model__attention_head_groups": draw(st.sampled_from([heads_per_rank, heads_per_rank, 1])),
+        "model__offload_layer_inputs": draw(st.sampled_from([True, True, False])),
     }
 
 
