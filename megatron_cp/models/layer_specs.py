@@ -98,6 +98,11 @@ def with_head_groups(layer: ModuleSpec, build: Build, experts: bool) -> None:
             attention.module = HeadGroupsAttention
         attention.params["head_groups"] = build.model.attention_head_groups
         attention.submodules.linear_qkv = ProjectionByGroups
+        if build.with_te:  # its projection has the norm inside; in checkpoints the norm keeps that name
+            layer.submodules.input_layernorm = build.norm
+            layer.submodules.sharded_state_dict_keys_map = (
+                layer.submodules.sharded_state_dict_keys_map | _ATTENTION_NORM
+            )
 
 
 def with_latent_attention(layer: ModuleSpec, build: Build, experts: bool) -> None:
@@ -159,17 +164,20 @@ LAYER_TRANSFORMS = (
 )
 
 
+_ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
 def _saved_names(model: ModelConfig, experts: bool) -> dict[str, str]:
     """Map the local layers' norms to names in checkpoints.
 
     The names are those of Transformer Engine's layers, whose norms are parts of the matrices after them. Upstream's
     local specs map dense layers only, so runs with experts or latent attention could not resume with the other kind.
     """
-    names = {}
+    names: dict[str, str] = {}
     if not experts:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     if not model.multi_latent_attention:
-        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        names |= _ATTENTION_NORM
     elif model.qk_layernorm:
         if model.q_lora_rank is not None:
             names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"

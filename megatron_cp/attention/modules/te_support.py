@@ -86,6 +86,8 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
     if model.qk_clip or model.log_max_attention_logit:
         field = NAME.model.qk_clip if model.qk_clip else NAME.model.log_max_attention_logit
         yield Gap("E21", field, "the largest score of its attention is not read here")
+    if model.attention_head_groups > 1:
+        yield Gap("D15", NAME.model.attention_head_groups, "its backward pass does not begin from a known output")
     widest = max(packed_sizes, default=1)
     several = max(model.context_parallel_size, widest) > 1 or model.dynamic_context_parallel
     packing = NAME.model.sequence_packing_scheduler, model.sequence_packing_scheduler is not None

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_blocks, local_layers
+from megatron_cp.estimate.memory.head_groups import by_groups
 from megatron_cp.estimate.memory.local_blocks import residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.fusions import fused_loss
@@ -55,11 +56,18 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
     channels = model.kv_channels or model.hidden_size // heads
     q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
     width = q + 2 * k
-    steps = norm_and_column_steps(model, b, "attention", width / b)
+    core = core_steps(model, q, k, k, q)
+    inside = [Step({}, 2 * width), *core]
     if model.qk_layernorm:
-        steps.append(Step({(ATTENTION, "q and k before norms"): q + k}, 2 * width))
-    steps.append(Step({}, 2 * width))
-    steps += core_steps(model, q, k, k, q)
+        inside.insert(0, Step({(ATTENTION, "q and k before norms"): q + k}, 2 * width))
+    if model.attention_head_groups > 1:
+        # The transports are ours, with their buffers; the kernel's sums are Transformer Engine's.
+        (ours,) = local_layers.core_steps(model, b, q, k, k, q, width)
+        inside[-1] = replace(ours, gradients=max(ours.gradients, core[0].gradients))
+        exchanged = local_layers.exchanges_heads(model)
+        steps = [*norm_steps(model, b, "attention"), by_groups(model, b, inside, q, width, exchanged)]
+    else:
+        steps = [*norm_and_column_steps(model, b, "attention", width / b), *inside]
     steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 

@@ -9,6 +9,7 @@ not computed again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_cp.attention.context import SavedResult
@@ -38,7 +40,8 @@ Attend = Callable[[Tensor, int, SavedResult], Tensor]
 class HeadGroupsAttention(SelfAttention):
     """Self-attention by ``head_groups`` groups of heads.
 
-    For training and evaluation with megatron-core's column-parallel layer and this project's core attention.
+    For training and evaluation with this project's core attention. The norm before the projection is a module of its
+    own, in Transformer Engine's layers too.
     """
 
     linear_qkv: ProjectionByGroups
@@ -129,8 +132,15 @@ class ProjectionByGroups(ColumnParallelLinear):
     """``linear_qkv`` that projects a group of heads, attends, and goes on to the next.
 
     Returns attention's output. A module of its own, whose call waits for its weights: the distributed optimizer may
-    still gather them.
+    still gather them. The weight's gradient is returned, and not added to the sum over microbatches within a product
+    (``gradient_accumulation_fusion``): there megatron-core's layer asks for Apex, also if the other layers are
+    Transformer Engine's.
     """
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(*args, config=unfused, **kwargs)
 
     def forward(self, hidden: Tensor, attend: Attend, groups: int, head_dim: int, parameters: list[Tensor]) -> Tensor:
         """Map [s, b, h] to [s, b, heads * d].

@@ -42,6 +42,7 @@ from tests.unit_tests.training.layouts.test_model_variants import (
     CLASSIC,
     EP2,
     FULL,
+    HEAD_GROUPS,
     MIXED_LAYERS,
     MLA,
     MOE,
@@ -56,6 +57,7 @@ NATIVE, TE = {"model__transformer_impl": "local"}, {"model__attention_backend": 
 OUR_ATTENTION = {"model__attention_backend": "native"}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 ONE_BY_ONE = {"model__moe_grouped_gemm": False}
+NORMS = {"model__qk_layernorm": True, "model__add_qkv_bias": True}
 LEARNED = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [8, 0]}
 TWO = {"model__num_layers": 2}
@@ -186,8 +188,11 @@ def test_layers_train_as_ours_do_on_one_rank(case: str) -> None:
         assert max(differences) < 2e-6, (ranks, differences)
 
 
-# Transformer Engine's attention supports none of the first five.
+# Transformer Engine's attention supports none of the first eight.
 AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
+    "groups of heads, tp2 sp cp2": (NORMS, 4, TP2 | SP | CP2 | over("a2a") | HEAD_GROUPS),
+    "groups of heads, full recomputation, ring": (LEARNED, 2, CP2 | FULL | HEAD_GROUPS),
+    "groups of heads, hybrid, tp2": (HYBRID, 2, TP2 | HEAD_GROUPS),
     "window, ring": (WINDOW, 2, CP2),
     "learnable offset, tp2 sp cp2": (LEARNED, 4, TP2 | SP | CP2),
     "gemma 3, hierarchy": (GEMMA3, 4, CP4 | HCP | DECENTRALIZED),
@@ -197,14 +202,15 @@ AROUND_OURS: dict[str, tuple[Overrides, int, Overrides]] = {
     "recomputed attention, pp2 vpp2": ({"model__recompute_granularity": "selective"}, 2, PP2 | VPP2),
     "hybrid, tp2 sp cp2": (HYBRID, 4, TP2 | SP | CP2),
 }
+QUICK_AROUND_OURS = {"window, ring", "groups of heads, tp2 sp cp2"}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "window, ring" else pytest.mark.slow) for name in AROUND_OURS]
+    "case", [pytest.param(name, marks=() if name in QUICK_AROUND_OURS else pytest.mark.slow) for name in AROUND_OURS]
 )
 def test_layers_train_the_same_around_our_attention(case: str) -> None:
     model, size, layout = AROUND_OURS[case]
-    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 4 else {}  # otherwise auto chooses it
+    wanted: Overrides = OUR_ATTENTION if list(AROUND_OURS).index(case) > 7 else {}  # otherwise auto chooses it
     for losses, calls in run_ranks(trained, size, wanted | model | layout):
         assert not calls["fused_attn_fwd"] and calls["gradients summed"]
         assert bool(calls["fused_rope_forward"]) == rotates(model)
@@ -303,6 +309,19 @@ def test_a_run_resumes_with_the_other_layers(
     uninterrupted = run_ranks(train_losses, 1, NATIVE | model, 4)[0]
     run_ranks(save_after, 1, before | model, str(tmp_path), 2)
     rest = run_ranks(resume, 2, after | model | CP2, str(tmp_path), 2)[0]
+    assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(TE, HEAD_GROUPS), pytest.param(HEAD_GROUPS, NATIVE, marks=pytest.mark.slow)],
+    ids=["", "back"],
+)
+def test_a_run_resumes_with_groups_of_heads(tmp_path: Path, before: Overrides, after: Overrides) -> None:
+    """The norm before the projection is a part of it in Transformer Engine's layers, and a module beside groups."""
+    uninterrupted = run_ranks(train_losses, 1, NATIVE | TWO, 4)[0]
+    run_ranks(save_after, 1, before | TWO, str(tmp_path), 2)
+    rest = run_ranks(resume, 2, after | TWO | CP2, str(tmp_path), 2)[0]
     assert max(worst_difference(rest, uninterrupted[2:])) < 2e-6
 
 

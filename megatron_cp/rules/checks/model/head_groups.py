@@ -39,10 +39,10 @@ def head_groups_divide_heads(c: Context) -> Iterator[Finding]:
 
 @rule(
     "D15",
-    "Groups of heads are for plain self-attention in megatron-core's layers.",
+    "Groups of heads are for plain self-attention, and need our attention.",
     "Latent attention projects all heads from shared vectors, in other layers. An output gate needs the output before "
-    "and after it. Transformer Engine's layers do not project a part of their rows, and its attention does not start "
-    "its backward pass from an output that is known.",
+    "and after it. Transformer Engine's attention does not start its backward pass from an output that is known. Its "
+    "layers take our attention.",
     broken(model=dict(attention_head_groups=2, attention_output_gate=True)),
 )
 def head_groups_need_plain_attention(c: Context) -> Iterator[Finding]:
@@ -53,6 +53,5 @@ def head_groups_need_plain_attention(c: Context) -> Iterator[Finding]:
         yield Finding(_FIELD, "is not for latent attention", "=1")
     elif model.attention_output_gate:
         yield Finding(_FIELD, f"cannot be combined with {NAME.model.attention_output_gate}", "=1")
-    elif c.te_layers or c.backend == "te":
-        local = f"{NAME.model.transformer_impl}=local {NAME.model.attention_backend}=native"
-        yield Finding(_FIELD, "needs megatron-core's layers, but the layers are Transformer Engine's", local, "=1")
+    else:
+        yield from c.te_findings("D15")
