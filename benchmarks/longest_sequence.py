@@ -38,11 +38,13 @@ _MODELS = ("llama32_1b", "llama31_8b", "llama31_70b")
 _LENGTH, _POSITIONS = NAME.dataset.seq_length, NAME.model.max_position_embeddings
 _LONGEST = 2**27
 _ONE_SAMPLE: Settings = {NAME.train.global_batch_size: 1, NAME.train.micro_batch_size: 1}
+_ALL_HEADS: Settings = {NAME.model.attention_head_groups: 1}
 # What the planner may not use, by column.
 COLUMNS: dict[str, Settings] = {
-    "plain": {NAME.model.offload_layer_inputs: False, NAME.model.mlp_chunk_size: None},
-    "tiles": {NAME.model.offload_layer_inputs: False},
-    "tiles, offload": {},
+    "plain": _ALL_HEADS | {NAME.model.offload_layer_inputs: False, NAME.model.mlp_chunk_size: None},
+    "tiles": _ALL_HEADS | {NAME.model.offload_layer_inputs: False},
+    "tiles, offload": _ALL_HEADS,
+    "tiles, offload, groups of heads": {},
 }
 
 

@@ -149,6 +149,8 @@ def _memory_words(settings: Settings) -> list[str]:
         found.append("MLP in tiles")
     if settings[names.offload_layer_inputs]:
         found.append("layer inputs on the host")
+    if (count := settings[names.attention_head_groups]) > 1:
+        found.append(f"attention in {count} groups of heads")
     ends = (names.num_layers_in_first_pipeline_stage, names.num_layers_in_last_pipeline_stage)
     counted = (names.account_for_embedding_in_pipeline_split, names.account_for_loss_in_pipeline_split)
     if any(settings[name] for name in (*ends, *counted)):

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_cp.attention.transports.registry import RING
 from megatron_cp.attention.transports.select import choices
 from megatron_cp.config.names import NAME
-from megatron_cp.rules.memory import Settings, savings
+from megatron_cp.rules.memory import Settings, possible_head_groups, savings
 from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
 
@@ -185,11 +185,12 @@ class Space:
 
     def savings(self, grid: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[Settings]:
         """Return memory savings from none to all, roughly by increasing cost in time."""
-        _, pp, cp = (grid[name] for name in _SIZES)
+        tp, pp, cp = (grid[name] for name in _SIZES)
         model = self.case.config.model
         tokens = (model.seq_length or 1) * schedule[NAME.train.micro_batch_size] // cp
         layers = model.num_layers // pp // (schedule[NAME.model.virtual_pipeline_model_parallel_size] or 1)
-        return savings(model, tokens, layers, self.case.environment.device == "gpu", self.fixed)
+        groups = possible_head_groups(model, tp)
+        return savings(model, tokens, layers, self.case.environment.device == "gpu", self.fixed, groups)
 
 
 _SIZES = (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.estimate.job import MemoryEstimate
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.rules.job import job_of
+from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
 
 Settings = dict[str, Any]
@@ -26,7 +28,12 @@ _RECOMPUTE = (
     NAME.model.recompute_num_layers,
     NAME.model.recompute_modules,
 )
-_OTHERS = (NAME.model.cross_entropy_chunk_size, NAME.model.mlp_chunk_size, NAME.model.offload_layer_inputs)
+_OTHERS = (
+    NAME.model.cross_entropy_chunk_size,
+    NAME.model.mlp_chunk_size,
+    NAME.model.offload_layer_inputs,
+    NAME.model.attention_head_groups,
+)
 _SWITCH = NAME.model.memory_savings
 
 
@@ -74,7 +81,12 @@ def gib(size: float) -> str:
 
 
 def savings(
-    model: ModelConfig, tokens: int, layers: int, on_gpu: bool, fixed: Collection[str] = frozenset()
+    model: ModelConfig,
+    tokens: int,
+    layers: int,
+    on_gpu: bool,
+    fixed: Collection[str] = frozenset(),
+    head_groups: Sequence[int] = (),
 ) -> list[Settings]:
     """Return memory savings from none to all, roughly by increasing cost in time.
 
@@ -82,9 +94,10 @@ def savings(
         tokens: of a rank in a microbatch.
         layers: of a pipeline stage, or of one of its virtual stages.
         fixed: dotted names of settings that keep the model's value.
+        head_groups: of :func:`possible_head_groups`.
     """
-    chunk, tile, offload = _OTHERS
-    plain = {**_recompute(), chunk: None, tile: None, offload: False}
+    chunk, tile, offload, groups = _OTHERS
+    plain = {**_recompute(), chunk: None, tile: None, offload: False, groups: 1}
     chunked = plain | ({chunk: _CHUNK} if tokens > _CHUNK else {})
     in_tiles = tokens > _TILE and set("-E") & set(model.layer_letters)
     tiled = chunked | ({tile: _TILE, NAME.model.mlp_chunks_for_training: 1} if in_tiles else {})
@@ -98,14 +111,28 @@ def savings(
         steps += [chunked | recomputed, tiled | recomputed]
     if on_gpu:
         steps.append(steps[-1] | {offload: True})
+    steps += [steps[-1] | {groups: count} for count in head_groups]
     if any(name in fixed for name in _RECOMPUTE):  # these settings define recomputation only together
         given = {name: _value(model, name) for name in _RECOMPUTE}
         steps = [step | given for step in cheap]
         if given[NAME.model.recompute_granularity] == "full":
             steps.append(steps[-1] | {offload: True})
+            steps += [steps[-1] | {groups: count} for count in head_groups]
     kept = {name: _value(model, name) for name in _OTHERS if name in fixed}
     steps = [step | kept for step in steps]
     return [step for number, step in enumerate(steps) if step not in steps[:number]]
+
+
+def possible_head_groups(model: ModelConfig, tp: int, exchanging: Collection[int] = ()) -> list[int]:
+    """Return the numbers of groups into which attention's heads can be divided.
+
+    ``exchanging``: ranks that share the heads in an all-to-all.
+    """
+    whole = model.multi_latent_attention or model.attention_output_gate or model.attention_backend == "te"
+    if whole or tp < 1 or "*" not in model.layer_letters:
+        return []
+    heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+    return [count for count in divisors(kv_heads)[1:] if all(heads // count % size == 0 for size in exchanging)]
 
 
 def _recompute(*values: Any) -> Settings:
@@ -125,7 +152,10 @@ def choose_savings(case: Case) -> tuple[Case, str]:
     layers = model.num_layers // model.pipeline_model_parallel_size
     layers //= model.virtual_pipeline_model_parallel_size or 1
     tokens = case.config.train.micro_batch_size * (model.max_seqlen_per_dp_cp_rank or model.tokens_per_rank)
-    for step in ({}, *savings(model, tokens, layers, case.environment.device == "gpu")):
+    cp, levels = model.context_parallel_size, model.hierarchical_context_parallel_sizes
+    exchanging = [ranks for each in known_transports(model.transports) for ranks in each.head_ranks(cp, levels)]
+    groups = possible_head_groups(model, model.tensor_model_parallel_size, exchanging)
+    for step in ({}, *savings(model, tokens, layers, case.environment.device == "gpu", head_groups=groups)):
         chosen = _with(case, step)
         peak = estimated(chosen)
         if peak is None:

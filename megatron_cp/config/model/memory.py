@@ -13,7 +13,7 @@ class Memory:
     memory_savings: Literal["off", "auto"] = setting(
         "off",
         "auto: if the settings do not fit the GPU's memory by the estimate, the first combination of recomputation, "
-        "chunked losses, tiled MLPs and offload that does",
+        "chunked losses, tiled MLPs, offload and groups of heads that does",
         LAYOUT,
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(

@@ -8,6 +8,8 @@ from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, Step, cost_of
 
+TOKENS_AT_ONCE = 8192  # of models/layers/head_groups.py
+
 
 def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, width: float, exchanged: bool) -> Step:
     """Return projection and attention as one step.
@@ -18,15 +20,16 @@ def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, widt
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
     keeps = {(RESIDUAL, "attention output"): stream, (ATTENTION, "output"): q, (ATTENTION, "lse"): lse}
-    beside = q + whole  # gradients of the output and of the input
-    if model.sequence_parallel:
-        beside += whole  # the input of all tensor-parallel ranks
+    beside = q + stream  # gradients of the output and of the input
     # A group's output is copied; its gradient is a part of all heads', unless it is exchanged.
     others = (q if exchanged else -q) - lse
     if not any((ATTENTION, "qkv") in step.keeps for step in inside):
         others += width  # the projection stays until its gradient is complete
+    weight = whole * width
+    if model.sequence_parallel:
+        weight += 2 * TOKENS_AT_ONCE * whole  # a piece of all ranks' tokens, and its gradient
     moments = [
-        Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, whole * width)
+        Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
         for each in cost_of(inside, 0.0).moments
     ]
     return Step(keeps, 0.0, again=moments)

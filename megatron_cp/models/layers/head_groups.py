@@ -29,10 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_cp.attention.context import SavedResult
+from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.private_names import rotary_scale
 
+TOKENS_AT_ONCE = 8192  # gathered under sequence parallelism
 # (projection [s, b, queries + keys + values of a group], number of the group, result) -> output [s, b, heads * d]
 Attend = Callable[[Tensor, int, SavedResult], Tensor]
 
@@ -40,8 +42,7 @@ Attend = Callable[[Tensor, int, SavedResult], Tensor]
 class HeadGroupsAttention(SelfAttention):
     """Self-attention by ``head_groups`` groups of heads.
 
-    For training and evaluation with this project's core attention. The norm before the projection is a module of its
-    own, in Transformer Engine's layers too.
+    For training and evaluation with this project's core attention, after a norm that is a module of its own.
     """
 
     linear_qkv: ProjectionByGroups
@@ -66,26 +67,21 @@ class HeadGroupsAttention(SelfAttention):
         if given := [name for name, value in unused.items() if value is not None]:
             setting = NAME.model.attention_head_groups
             raise ValueError(f"{setting}={self.head_groups}: no inference with {given}. Fix: {setting}=1")
-        skipped = self.config.no_rope_freq
-        if rotary_pos_emb is None or (skipped and skipped[self.layer_number - 1]):
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | None) else (rotary_pos_emb, rotary_pos_emb)
+        if (skipped := self.config.no_rope_freq) and skipped[self.layer_number - 1]:
             angles = None
-        else:
-            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         cp_group = self.pg_collection.cp  # a microbatch's own, which is no longer set in the backward pass
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
 
         def attend(mixed: Tensor, group: int, saved: SavedResult) -> Tensor:
             query, key, value = self._split(mixed)
-            packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
             if angles is not None:
                 query, key = self._rotate((query, key), angles, packed_seq_params if packed else None, cp_group)
             heads = query.shape[-2]
             out = self.core_attention(
-                query,
-                key,
-                value,
-                attention_mask,
+                *(query, key, value, attention_mask),
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params,
@@ -116,25 +112,21 @@ class HeadGroupsAttention(SelfAttention):
         self, tensors: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], packed: PackedSeqParams | None, group: Any
     ) -> Iterator[Tensor]:
         """Yield queries and keys with rotary positions; ``packed`` has the bounds."""
-        bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+        bounds: list[Tensor | None] = [None, None]
         if packed is not None:
             padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
             plain = packed.cu_seqlens_q, packed.cu_seqlens_kv
-            bounds = padded[0] if padded[0] is not None else plain[0], padded[1] if padded[1] is not None else plain[1]
+            bounds = [b if a is None else a for a, b in zip(padded, plain, strict=True)]
+        common = {"config": self.config, "mscale": rotary_scale(self), "cp_group": group}
         for x, angle, cu_seqlens in zip(tensors, angles, bounds, strict=True):
-            scale = rotary_scale(self)
-            yield apply_rotary_pos_emb(
-                x, angle, config=self.config, cu_seqlens=cu_seqlens, mscale=scale, cp_group=group
-            )
+            yield apply_rotary_pos_emb(x, angle, cu_seqlens=cu_seqlens, **common)
 
 
 class ProjectionByGroups(ColumnParallelLinear):
     """``linear_qkv`` that projects a group of heads, attends, and goes on to the next.
 
     Returns attention's output. A module of its own, whose call waits for its weights: the distributed optimizer may
-    still gather them. The weight's gradient is returned, and not added to the sum over microbatches within a product
-    (``gradient_accumulation_fusion``): there megatron-core's layer asks for Apex, also if the other layers are
-    Transformer Engine's.
+    still gather them. Without ``gradient_accumulation_fusion``, for which megatron-core's layer needs Apex.
     """
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
@@ -155,8 +147,8 @@ class ProjectionByGroups(ColumnParallelLinear):
 class _Work:
     """What the groups have in common.
 
-    The input is gathered once for all groups, and its gradient reduced once: a message for each group would move as
-    many bytes again for each.
+    Under sequence parallelism tokens are gathered in pieces, and gradients reduced: all tensor-parallel ranks' tokens
+    with their gradients would be larger than a group's queries, keys and values.
     """
 
     attend: Attend
@@ -170,17 +162,41 @@ class _Work:
         share = whole // self.groups
         return slice(group * share, (group + 1) * share)
 
-    def gather(self, hidden: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(hidden, group=self.tp_group) if self.sequence_parallel else hidden
-
-    def reduce(self, gradient: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(gradient, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(gradient, self.tp_group) if self.sum_gradients else gradient
-
-    def project(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, group: int) -> Tensor:
+    def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: int) -> Tensor:
+        """Project a group's queries, keys and values of all tensor-parallel ranks."""
         rows = self.rows(group, weight.shape[0])
-        return F.linear(tokens, weight[rows], None if bias is None else bias[rows])
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+        if not self.sequence_parallel:
+            return F.linear(hidden, weight, bias)
+        ranks = self.tp_group.size()
+        mixed = hidden.new_empty((ranks, *hidden.shape[:2], len(weight)))
+        for piece in self._pieces(hidden):
+            mixed[:, piece] = F.linear(self._gather(hidden[piece]), weight, bias).unflatten(0, (ranks, -1))
+        return mixed.flatten(0, 1)
+
+    def add_gradients(self, dmixed: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor) -> Tensor:
+        """Add a group's gradient to the input's, and return the weight's."""
+        if not self.sequence_parallel:
+            rows = dmixed.flatten(0, 1)
+            dhidden.view(len(rows), -1).addmm_(rows, weight)
+            return rows.t() @ hidden.flatten(0, 1)
+        of_ranks = dmixed.unflatten(0, (self.tp_group.size(), -1))
+        dweight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+        for piece in self._pieces(hidden):
+            rows = of_ranks[:, piece].flatten(0, 2)
+            tokens = self._gather(hidden[piece])
+            dweight += rows.t() @ tokens.flatten(0, 1)
+            dtokens = (rows @ weight).view_as(tokens)
+            dhidden[piece] += reduce_scatter_to_sequence_parallel_region(dtokens, group=self.tp_group)
+        return dweight.to(weight.dtype)
+
+    def _pieces(self, hidden: Tensor) -> Iterator[slice]:
+        """Yield positions of this rank whose tokens are gathered at one time."""
+        length = max(1, TOKENS_AT_ONCE // (hidden.shape[1] * self.tp_group.size()))
+        return (slice(start, start + length) for start in range(0, len(hidden), length))
+
+    def _gather(self, hidden: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
 
 
 class _ByGroups(torch.autograd.Function):
@@ -190,12 +206,11 @@ class _ByGroups(torch.autograd.Function):
     def forward(
         ctx: Any, work: _Work, hidden: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        tokens = work.gather(hidden)
         whole: Tensor | None = None
         denominators: list[Tensor | None] = []
         for group in range(work.groups):
             saved = SavedResult()
-            out = work.attend(work.project(tokens, weight, bias, group), group, saved)
+            out = work.attend(work.project(hidden, weight, bias, group), group, saved)
             if whole is None:
                 whole = out.new_empty((*out.shape[:-1], out.shape[-1] * work.groups))
             whole[..., work.rows(group, whole.shape[-1])] = out
@@ -211,14 +226,12 @@ class _ByGroups(torch.autograd.Function):
         work, (dwhole,) = ctx.work, douts
         hidden, weight, bias, whole, *rest = ctx.saved_tensors
         denominators, parameters = rest[: work.groups], rest[work.groups :]
-        tokens = work.gather(hidden)
-        rows_of_tokens = tokens.flatten(0, 1)
-        dtokens = torch.empty_like(rows_of_tokens)
+        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
         sums: list[Tensor | None] = [None] * len(parameters)
         for group in range(work.groups):
             columns, rows = work.rows(group, whole.shape[-1]), work.rows(group, weight.shape[0])
-            mixed = work.project(tokens, weight, bias, group).requires_grad_()
+            mixed = work.project(hidden, weight, bias, group).requires_grad_()
             known = whole[..., columns].unflatten(-1, (-1, work.head_dim)).contiguous()
             with torch.enable_grad():
                 out = work.attend(mixed, group, SavedResult(denominators[group], known))
@@ -226,14 +239,11 @@ class _ByGroups(torch.autograd.Function):
             gradients = torch.autograd.grad(out, (mixed, *parameters), dwhole[..., columns], allow_unused=True)
             del out, mixed
             dmixed, *others = gradients
-            dmixed = dmixed.flatten(0, 1)
-            torch.mm(dmixed.t(), rows_of_tokens, out=dweight[rows])
+            dweight[rows] = work.add_gradients(dmixed, hidden, weight[rows], dhidden)
             if dbias is not None:
-                torch.sum(dmixed, 0, out=dbias[rows])
-            if group:
-                dtokens.addmm_(dmixed, weight[rows])
-            else:
-                torch.mm(dmixed, weight[rows], out=dtokens)
+                torch.sum(dmixed, (0, 1), out=dbias[rows])
             del gradients, dmixed
             sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
-        return None, work.reduce(dtokens.view_as(tokens)), dweight, dbias, *sums
+        if work.sum_gradients:
+            dhidden = reduce_from_tensor_model_parallel_region(dhidden, work.tp_group)
+        return None, dhidden, dweight, dbias, *sums

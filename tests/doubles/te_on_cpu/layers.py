@@ -318,7 +318,7 @@ def test_a_run_resumes_with_the_other_layers(
     ids=["", "back"],
 )
 def test_a_run_resumes_with_groups_of_heads(tmp_path: Path, before: Overrides, after: Overrides) -> None:
-    """The norm before the projection is a part of it in Transformer Engine's layers, and a module beside groups."""
+    """Groups have the projection's norm beside it, the fused layers inside it."""
     uninterrupted = run_ranks(train_losses, 1, NATIVE | TWO, 4)[0]
     run_ranks(save_after, 1, before | TWO, str(tmp_path), 2)
     rest = run_ranks(resume, 2, after | TWO | CP2, str(tmp_path), 2)[0]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_cp.config.recipes import list_recipes, load_recipe
 from megatron_cp.rules import Environment, check
-from megatron_cp.rules.memory import NEARLY_FULL, choose_savings, estimated, savings
+from megatron_cp.rules.memory import NEARLY_FULL, choose_savings, estimated, possible_head_groups, savings
 from megatron_cp.rules.remedies import Case
 from megatron_cp.rules.resolve import resolve_auto
 
@@ -50,6 +50,24 @@ def test_more_is_saved_for_longer_samples() -> None:
     short, long = (choose_savings(case_of(length))[0].config.model for length in (8192, 2**20))
     assert (short.recompute_granularity, short.mlp_chunk_size, short.offload_layer_inputs) == ("selective", None, False)
     assert (long.recompute_granularity, long.mlp_chunk_size, long.offload_layer_inputs) == ("full", 8192, True)
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(4, 2), (2, 4)])
+def test_attention_is_divided_at_last(tp: int, groups: int) -> None:
+    """Each all-to-all rank keeps whole heads of a group."""
+    layout = [f"model.tensor_model_parallel_size={tp}", f"model.context_parallel_size={8 // tp}"]
+    alone = ["model.cp_comm_type=a2a", "train.global_batch_size=1", "train.micro_batch_size=1"]
+    case = case_of(5 * 2**19, *layout, *alone)
+    chosen, text = choose_savings(case)
+    assert chosen.config.model.attention_head_groups == groups and f"model.attention_head_groups={groups}" in text
+    assert chosen.config.model.offload_layer_inputs and share(chosen) <= 1
+    assert not [each for each in check(chosen.config, 8, 8, "gpu") if each.severity == "error"]
+
+
+def test_latent_attention_is_not_divided() -> None:
+    model = case_of(2**17).config.model
+    assert possible_head_groups(model, 2) == [2, 4] and possible_head_groups(model, 1, [8]) == [2, 4]
+    assert possible_head_groups(replace(model, multi_latent_attention=True), 2) == []
 
 
 def test_what_does_not_fit_with_all_savings_is_refused() -> None:
