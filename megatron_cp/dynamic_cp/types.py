@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,3 +61,14 @@ def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) ->
     """
     unit = 2 * cp_size * sequence_parallel_size
     return -(-length // unit) * unit
+
+
+def padded_tokens(lengths: Sequence[int], cp_size: int, sequence_parallel_size: int = 1, *, placement: str) -> int:
+    """Return the padded tokens of a pack of samples of ``lengths``.
+
+    Samples are padded one by one, but under the placement ``balanced`` on several ranks only the ranks are.
+    """
+    if placement == "balanced" and cp_size > 1:
+        unit = cp_size * sequence_parallel_size
+        return -(-sum(lengths) // unit) * unit
+    return sum(padded_length(length, cp_size, sequence_parallel_size) for length in lengths)

@@ -197,11 +197,16 @@ def _packs_are_rotated_without_waiting() -> None:
 
 
 def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) -> torch.Tensor:
-    """Return positions [count] in their sequences of one rank's tokens (zigzag).
+    """Return positions [count] in their sequences of one rank's tokens.
 
-    Cached on ``cu_seqlens``, which all layers of a microbatch share. Raises RuntimeError (on a GPU, later) if the pack
-    does not have ``size`` times ``count`` tokens.
+    They are in zigzag, or ``cu_seqlens.placed_rows``. Cached on ``cu_seqlens``, which all layers of a microbatch share.
+    Raises RuntimeError (on a GPU, later) if the pack does not have ``size`` times ``count`` tokens.
     """
+    placed = getattr(cu_seqlens, "placed_rows", None)
+    if placed is not None:
+        if len(placed) != count:
+            raise RuntimeError(f"this rank has {count} tokens of a packed batch, but positions of {len(placed)}")
+        return placed
     # Inference tensors have no version counter.
     cut = None if cu_seqlens.is_inference() else (cu_seqlens._version, count, rank, size)
     kept = getattr(cu_seqlens, "kept_rows", None)

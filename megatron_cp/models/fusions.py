@@ -16,6 +16,8 @@ from megatron_cp.models.yarn import concentration
 
 def rotary_gap(model: ModelConfig) -> str | None:
     """Return why a model cannot use the fused rotary embedding; None if it can."""
+    if model.packed_placement != "zigzag":
+        return f"not supported with {NAME.model.packed_placement}={model.packed_placement}"
     if model.multi_latent_attention:
         return "with latent attention it supports YaRN only, and slices a table of the original length"
     if model.position_embedding_type == "yarn":

@@ -14,7 +14,7 @@ from megatron_cp.data.samples.contents import Origin
 from megatron_cp.data.samples.datasets import Datasets, build_datasets
 from megatron_cp.data.samples.split_files import has_test_part
 from megatron_cp.data.text.tokenizers import Tokenizer
-from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
+from megatron_cp.dynamic_cp.types import Group, Schedule, padded_tokens
 from megatron_cp.parallel.layout import RankLayout, layout_of
 from megatron_cp.planner.scheduling import make_schedule, model_cost
 from megatron_cp.rules.remedies import Case
@@ -41,11 +41,13 @@ class SeenStep:
     """A step's samples and their schedule; ``samples[i]`` is sample i of the schedule.
 
     members: the ranks of each position of the schedule, for all parts of the model.
+    placement: as ``model.packed_placement``.
     """
 
     samples: tuple[SeenSample, ...]
     schedule: Schedule
     members: tuple[tuple[int, ...], ...]
+    placement: str
 
     def ranks(self, group: Group) -> list[int]:
         """Return all ranks that read the group's samples."""
@@ -55,7 +57,7 @@ class SeenStep:
         """Return the padding tokens of the group's pack."""
         width = self.schedule.sequence_parallel_size
         tokens = [self.samples[i].tokens for i in group.sample_ids]
-        return sum(padded_length(each, group.cp_size, width) - each for each in tokens)
+        return padded_tokens(tokens, group.cp_size, width, placement=self.placement) - sum(tokens)
 
 
 def build_training_data(case: Case, tokenizer: Tokenizer, last_step: int) -> Datasets:
@@ -89,7 +91,7 @@ def read_step(case: Case, dataset: Any, step: int, num_kept: int) -> SeenStep:
     in_order = [i for groups in schedule.microbatches for group in groups for i in group.sample_ids]
     samples = _read(dataset, numbers, set(in_order[:num_kept]))
     domains = layout.groups("dp_cp")  # one for each part of the model, all with the same schedule
-    return SeenStep(samples, schedule, tuple(zip(*domains, strict=True)))
+    return SeenStep(samples, schedule, tuple(zip(*domains, strict=True)), case.config.model.packed_placement)
 
 
 def _schedule(case: Case, layout: RankLayout, dataset: Any, numbers: Sequence[int]) -> Schedule:

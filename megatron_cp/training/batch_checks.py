@@ -145,7 +145,8 @@ def problems_of_packs(plan: StepPlan) -> list[str]:
         total = pack.padded_starts[-1]
         shapes = {key: tuple(pack.tensors[key].shape) for key in KEYS if key in pack.tensors}
         found += check_batch(shapes, seq_length=total, cp_size=pack.cp_size, packed=True)
-        found += check_pack(pack.starts, pack.padded_starts, num_tokens=total, cp_size=pack.cp_size, tp_size=width)
+        chunked, shared = (pack.cp_size, width) if pack.placed is None else (1, pack.cp_size * width)
+        found += check_pack(pack.starts, pack.padded_starts, num_tokens=total, cp_size=chunked, tp_size=shared)
     return [str(violation) for violation in found]
 
 

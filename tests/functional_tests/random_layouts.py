@@ -134,6 +134,7 @@ def _packed(draw: Any, values: Overrides) -> Overrides:
         "model__dynamic_context_parallel": dynamic,
         "model__sequence_packing_scheduler": "default_dynamic_cp" if dynamic else "dp_balanced",
         "model__dynamic_context_parallel_calibration_iters": 0,
+        "model__packed_placement": draw(st.sampled_from(["zigzag", "balanced"])),
         "model__max_seqlen_per_dp_cp_rank": 8 * draw(st.integers(6, 16)),
         "dataset__kind": "mock_documents",
         "dataset__seq_length": 96,

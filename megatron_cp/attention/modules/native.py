@@ -123,7 +123,9 @@ class ContextParallelAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ValueError(f"{where}: attention_bias is not supported; use rotary embeddings for positions")
-        cu_seqlens, cu_seqlens_padded = _cumulative_lengths(packed_seq_params, where) if packed else (None, None)
+        placed = getattr(packed_seq_params, "placed", None)
+        in_zigzag = packed and placed is None
+        cu_seqlens, cu_seqlens_padded = _cumulative_lengths(packed_seq_params, where) if in_zigzag else (None, None)
         lead, dim_v = query.shape[:-2], value.shape[-1]
         if packed and query.ndim == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
@@ -135,6 +137,7 @@ class ContextParallelAttention(MegatronModule):
             mask=Mask.build(_CAUSAL[mask_type], self.window_size),
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens_padded,
+            placed=placed,
             softmax_scale=self.softmax_scale,
             softmax_offset=_of_heads(self.softmax_offset, heads),
             deterministic=self.config.deterministic_mode,

@@ -121,6 +121,8 @@ def gaps(model: ModelConfig, version: str, packed_sizes: Collection[int], flash:
             if not flash and (odd := odd_heads(model, version)):
                 message = f"{where} odd numbers of heads ({odd}) need flash attention: not installed"
                 yield Gap("D3", NAME.model.num_query_groups, message)
+    if several and packing[1] and model.packed_placement != "zigzag":
+        yield Gap("F17", NAME.model.packed_placement, "its packs are in zigzag")
     odd_dims = [dim for dim in _head_dims(model) if dim % 8]
     if odd_dims and (several or packing[1]):
         where = "packs" if packing[1] else "context parallelism"

@@ -63,18 +63,7 @@ class _Pieces(torch.autograd.Function):
         peers: Peers,
         stages: list[Stage],
     ) -> Tensor:
-        result = OutputAccumulator(query, value.shape[-1])
-        size = forward_tiles(query, call)
-        arriving = _send_keys(key, value, call, peers, stages[0]) if stages else None
-        attend(query, _ordered((key, value)), plan(call.layout, peers.rank, peers.rank, call.mask, size), call, result)
-        for index, stage in enumerate(stages):
-            assert arriving is not None
-            visitors = arriving.wait()
-            if index + 1 < len(stages):
-                arriving = _send_keys(key, value, call, peers, stages[index + 1])
-            work = plan_seen(call.layout, peers.rank, _sources(stage, peers), call.mask, size)
-            attend(query, _ordered(visitors), work, call, into=result)
-        out, lse = result.finish(offset)
+        out, lse = call.known or _forward(query, key, value, offset, call, peers, stages)
         ctx.save_for_backward(query, key, value, out, lse, offset)
         ctx.call, ctx.peers, ctx.stages = call, peers, stages
         return out
@@ -105,6 +94,32 @@ class _Pieces(torch.autograd.Function):
             _add(returning.wait(), stages[-1], dkey, dvalue, call, peers)
         doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
         return dquery.finish(), dkey.finish(), dvalue.finish(), doffset, None, None, None
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset: Tensor | None,
+    call: AttentionCall,
+    peers: Peers,
+    stages: list[Stage],
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp."""
+    result = OutputAccumulator(query, value.shape[-1])
+    size = forward_tiles(query, call)
+    arriving = _send_keys(key, value, call, peers, stages[0]) if stages else None
+    attend(query, _ordered((key, value)), plan(call.layout, peers.rank, peers.rank, call.mask, size), call, result)
+    for index, stage in enumerate(stages):
+        assert arriving is not None
+        visitors = arriving.wait()
+        if index + 1 < len(stages):
+            arriving = _send_keys(key, value, call, peers, stages[index + 1])
+        work = plan_seen(call.layout, peers.rank, _sources(stage, peers), call.mask, size)
+        attend(query, _ordered(visitors), work, call, into=result)
+    out, lse = result.finish(offset)
+    call.keep(lse)
+    return out, lse
 
 
 def _send_keys(

@@ -38,6 +38,13 @@ class ContextParallel:
     sequence_packing_scheduler: Literal["default_dynamic_cp", "dp_balanced"] | None = setting(
         None, "scheduler that packs samples of varying length; null: all samples have one length", LAYOUT
     )
+    packed_placement: Literal["zigzag", "balanced"] = setting(
+        "zigzag",
+        "documents of a pack on the ranks of its group: zigzag cuts each over all of them; balanced cuts few, with "
+        "equal tokens and nearly equal attention work",
+        LAYOUT,
+        when=PACKS,
+    )
     dynamic_context_parallel_calibration_iters: int = setting(
         10,
         "iterations timed to calibrate the cost model; 0: estimate from the model's shape",

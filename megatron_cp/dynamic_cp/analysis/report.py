@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.analysis.simulate import SimulatedStep, simulate
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.dynamic_cp.types import Schedule, padded_tokens
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,18 @@ def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows, dtype=np.int64).reshape(-1, 4), np.fromiter(ids, dtype=np.int64)
 
 
-def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray) -> float:
+def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray, placement: str = "zigzag") -> float:
     """Return padding tokens per real token."""
     groups, ids = as_arrays(schedule)
     real = np.asarray(lengths, dtype=np.int64)[ids]
+    if placement != "zigzag":
+        edges, width = [0, *np.cumsum(groups[:, 3])], schedule.sequence_parallel_size
+        packs = [real[start:stop].tolist() for start, stop in pairwise(edges)]
+        sizes = groups[:, 2].tolist()
+        tokens = [
+            padded_tokens(pack, size, width, placement=placement) for pack, size in zip(packs, sizes, strict=True)
+        ]
+        return sum(tokens) / int(real.sum()) - 1 if ids.size else 0.0
     unit = np.repeat(groups[:, 2], groups[:, 3]) * (2 * schedule.sequence_parallel_size)
     padded = -(-real // unit) * unit
     return float(padded.sum() / real.sum() - 1) if ids.size else 0.0

@@ -88,6 +88,7 @@ class DynamicBatches:
         groups: this rank's process groups.
         lockstep: ranks must run equally many microbatches (pipeline stages), with dummies in idle slots. Otherwise a
             rank skips microbatches without work, but runs at least one a step.
+        placement: of the samples of a pack, as ``model.packed_placement``.
         cost: cost model of the schedules; see :meth:`use_cost`.
         longest: largest number of tokens of a sample.
         num_steps: number of steps, if known: no further step is prefetched.
@@ -103,6 +104,7 @@ class DynamicBatches:
         lockstep: bool,
         device: torch.device | str = "cpu",
         consumed_samples: int = 0,
+        placement: str = "zigzag",
         cost: CostModel = DEFAULT_COST,
         longest: int | None = None,
         num_steps: int | None = None,
@@ -114,6 +116,7 @@ class DynamicBatches:
         self._lockstep = lockstep
         self._device = device
         self._longest = longest
+        self._placement = placement
         self._consumed = consumed_samples
         # The next step may already be planned with the previous cost model.
         self._cost_of_next = self._cost = cost
@@ -154,7 +157,7 @@ class DynamicBatches:
             checksums,
             checksum=_checksum_of_plan(samples, lengths, schedule),
             imbalance=imbalance_of_work(schedule, lengths, cost),
-            padding_fraction=padding_fraction(schedule, lengths),
+            padding_fraction=padding_fraction(schedule, lengths, self._placement),
             cp_sizes=cp_sizes(schedule),
         )
 
@@ -189,7 +192,7 @@ class DynamicBatches:
             checksums[sample_id] = checksum_of({key: part[key] for key in TRAINED})
             parts.append(part)
         rank = group.ranks.index(self._groups.position)
-        return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width)
+        return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width, placement=self._placement)
 
     def microbatches(self, plan: StepPlan) -> list[PackedMicrobatch]:
         """Return a step's microbatches on the device. Collective: creates missing groups."""

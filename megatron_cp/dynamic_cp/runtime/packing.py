@@ -1,7 +1,8 @@
 """Pack a group's samples into this rank's shard of a microbatch.
 
-The format is ``thd``: samples follow each other, each padded for the group's size and split in zigzag order over the
-group. Labels and loss masks are the samples' own, so they never cross documents.
+The format is ``thd``: samples follow each other. Under the placement ``zigzag`` each is padded for the group's size and
+split in zigzag order over the group; under ``balanced`` most are whole on one rank. Labels and loss masks are the
+samples' own, so they never cross documents.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.sharding import partition_indices, send_offsets
 from megatron_cp.dynamic_cp.types import padded_length
 from megatron_cp.parallel.transfer import pinned
@@ -32,11 +34,13 @@ class MicrobatchParams(PackedSeqParams):
     cp_levels: (a2a, p2p) groups of the two-level transport; None if no layer uses it.
     tp_cp_group: tensor-parallel ranks of all members of ``cp_group``; None if that is ``cp_group`` itself.
     idle: dummy microbatch for lockstep; counts nothing.
+    placed: where the tokens are; None for zigzag.
     """
 
     cp_levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     tp_cp_group: dist.ProcessGroup | None = None
     idle: bool = False
+    placed: PlacedLayout | None = None
 
 
 class BlockGroups(NamedTuple):
@@ -68,7 +72,8 @@ class HostPack:
     """Packed microbatch on the host, without process groups.
 
     ``tensors`` are those of :class:`PackedMicrobatch`; ``starts`` and ``padded_starts`` are the real and padded
-    cumulative lengths, ``[samples + 1]``, of the whole group.
+    cumulative lengths, ``[samples + 1]``, of the whole group. ``placed`` is None for zigzag; otherwise all padding
+    counts as the last sample's.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -76,10 +81,18 @@ class HostPack:
     padded_starts: tuple[int, ...]
     cp_size: int
     idle: bool = False
+    placed: PlacedLayout | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in pairwise(self.starts))
+
+    def places(self, rank: int) -> np.ndarray:
+        """Return the place in the padded pack of each token of ``rank``, int64 [t_local]."""
+        if self.placed is None:
+            return partition_indices(np.array(self.padded_starts), rank, self.cp_size)
+        places = self.placed.tokens(rank)
+        return np.where(places < 0, self.starts[-1], places)
 
     def pinned(self, device: torch.device | str) -> HostPack:
         """Return a copy in pinned memory, which :meth:`on` sends without waiting."""
@@ -87,7 +100,11 @@ class HostPack:
 
     def on(self, device: torch.device | str, groups: BlockGroups) -> PackedMicrobatch:
         """Return the microbatch on its device, with its groups."""
-        cu_seqlens, cu_seqlens_padded = send_offsets(self.starts, device), send_offsets(self.padded_starts, device)
+        local = {key: value.to(device, non_blocking=True) for key, value in self.tensors.items()}
+        cu_seqlens = send_offsets(self.starts, device)
+        cu_seqlens_padded: Any = send_offsets(self.padded_starts, device)
+        if self.placed is not None:  # for rotary embeddings, which receive these lengths only
+            cu_seqlens_padded.placed_rows = local["position_ids"][0]
         longest = max(stop - start for start, stop in pairwise(self.padded_starts))
         parameters = MicrobatchParams(
             qkv_format="thd",
@@ -104,22 +121,33 @@ class HostPack:
             cp_levels=groups.levels,
             tp_cp_group=groups.tp_cp,
             idle=self.idle,
+            placed=self.placed,
         )
-        local = {key: value.to(device, non_blocking=True) for key, value in self.tensors.items()}
         return PackedMicrobatch(**local, packed_seq_params=parameters, lengths=self.lengths)
 
 
 def lay_out(
-    samples: Sequence[Sample], cp_rank: int, cp_size: int, *, sequence_parallel_size: int = 1, idle: bool = False
+    samples: Sequence[Sample],
+    cp_rank: int,
+    cp_size: int,
+    *,
+    sequence_parallel_size: int = 1,
+    placement: str = "zigzag",
+    idle: bool = False,
 ) -> HostPack:
     """Pack ``samples`` for one rank of a group.
 
     Each sample has 1-D ``tokens``, ``labels`` and ``loss_mask`` of one length. Every rank of the group packs the same
-    samples in the same order. Padding has token, label, position and loss mask 0. ``idle`` marks a dummy.
+    samples in the same order. Padding has token, label, position and loss mask 0. ``placement``: as
+    ``model.packed_placement``. ``idle`` marks a dummy.
     """
     lengths = [len(sample["tokens"]) for sample in samples]
-    padded = [padded_length(length, cp_size, sequence_parallel_size) for length in lengths]
-    starts = [0, *accumulate(padded)]
+    real_starts, placed = (0, *accumulate(lengths)), None
+    if placement == "balanced" and cp_size > 1:
+        placed = PlacedLayout.balanced(lengths, cp_size, sequence_parallel_size)
+        starts = (*real_starts[:-1], placed.rows * cp_size)
+    else:
+        starts = (0, *accumulate(padded_length(length, cp_size, sequence_parallel_size) for length in lengths))
     whole = _zeros(starts[-1]) | {
         "position_ids": torch.zeros(starts[-1], dtype=torch.int64),
         "padding_mask": torch.ones(starts[-1], dtype=torch.bool),
@@ -129,11 +157,11 @@ def lay_out(
             whole[key][start : start + length] = sample[key]
         whole["position_ids"][start : start + length] = torch.arange(length)
         whole["padding_mask"][start : start + length] = idle
+    pack = HostPack(whole, real_starts, starts, cp_size, idle, placed)
     if cp_size > 1:
-        mine = torch.from_numpy(partition_indices(np.array(starts), cp_rank, cp_size))
+        mine = torch.from_numpy(pack.places(cp_rank))
         whole = {key: value[mine] for key, value in whole.items()}
-    local = {key: value.unsqueeze(0) for key, value in whole.items()}
-    return HostPack(local, (0, *accumulate(lengths)), tuple(starts), cp_size, idle)
+    return replace(pack, tensors={key: value.unsqueeze(0) for key, value in whole.items()})
 
 
 def dummy_sample(sequence_parallel_size: int = 1) -> Sample:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.attention.sharding import partition_indices
 from megatron_cp.dynamic_cp.runtime.iterator import StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import HostPack, PackedMicrobatch
 from megatron_cp.models.language_model import LanguageModelMixin
@@ -128,6 +127,4 @@ def _documents_of_tokens(plan: StepPlan, samples: EverySample, position: int) ->
 
 def _samples_of_tokens(pack: HostPack, rank: int) -> np.ndarray:
     """Return the place in the pack of each local token's sample, int64 [t_local]."""
-    starts = np.array(pack.padded_starts)
-    places = np.arange(starts[-1]) if pack.cp_size == 1 else partition_indices(starts, rank, pack.cp_size)
-    return np.searchsorted(starts, places, side="right") - 1
+    return np.searchsorted(np.array(pack.padded_starts), pack.places(rank), side="right") - 1

@@ -88,6 +88,7 @@ class PackedSteps:
             lockstep=is_lockstep(model),
             device=run.device,
             consumed_samples=consumed_samples,
+            placement=model.packed_placement,
             cost=self._costs.cost,
             longest=model.seq_length,
             num_steps=steps_to_come(run, training) if num_steps is None else num_steps,

@@ -56,6 +56,11 @@ class TestTransformerEngine:
             ("D3", "warning"),
         }
 
+    def test_packs_in_pieces_use_ours(self):
+        placed = ("model.sequence_packing_scheduler=dp_balanced", "model.packed_placement=balanced")
+        assert ("F17", "warning") in self.rules(*placed)
+        assert ("F17", "error") in self.rules(*placed, "model.attention_backend=te")
+
     def test_auto_falls_back_and_warns(self):
         assert self.rules(*self.WINDOW) == {("E1", "warning")}
         assert self.rules(*self.WINDOW, "model.attention_dropout=0.1") == {

@@ -22,6 +22,7 @@ DYNAMIC = {
     "model__dynamic_context_parallel": True,
     "model__max_seqlen_per_dp_cp_rank": 8,  # a quarter of the longest
 }
+PLACED = {"model__packed_placement": "balanced"}
 # Queries that are not compressed have a projection that upstream builds without its process group.
 UNCOMPRESSED = MLA | {"model__q_lora_rank": None}
 BIAS = {"model__moe_router_score_function": "sigmoid", "model__moe_router_enable_expert_bias": True}
@@ -53,6 +54,8 @@ def slow(overrides: dict[str, Any]) -> Any:
         slow(PACKED | CP4 | HCP),
         PACKED | PP2 | CP2,
         slow(DYNAMIC),
+        slow(PACKED | CP4 | HCP | PLACED),
+        DYNAMIC | PLACED,
         DYNAMIC | TP2 | SP | MTP | {"model__max_seqlen_per_dp_cp_rank": 16},
         slow(MTP | TP2 | CP2),
         slow(HYBRID | CP4 | HCP),

@@ -46,6 +46,33 @@ te_rule(
     ),
 )
 
+te_rule(
+    "F17",
+    "Transformer Engine's attention takes packs in zigzag only.",
+    f"The native attention takes every {NAME.model.packed_placement}.",
+    broken(
+        *RING.settings,
+        model=dict(attention_backend="te", sequence_packing_scheduler="dp_balanced", packed_placement="balanced"),
+        environment="gpu",
+    ),
+)
+
+
+@rule(
+    "F18",
+    "Multi-token prediction and Mamba layers need packs in zigzag.",
+    "They find a token's neighbours by the zigzag order, and would find other tokens under another placement.",
+    broken(
+        *RING.settings,
+        model=dict(mtp_num_layers=1, sequence_packing_scheduler="dp_balanced", packed_placement="balanced"),
+    ),
+)
+def layers_follow_the_placement(c: Context) -> Iterator[Finding]:
+    layers = {"multi-token prediction": bool(c.model.mtp_num_layers), "Mamba layers": "M" in c.model.layer_letters}
+    found = [name for name, used in layers.items() if used]
+    if found and c.runs_packs and c.max_cp > 1 and c.model.packed_placement != "zigzag":
+        yield Finding(NAME.model.packed_placement, f"not supported with {' and '.join(found)}", "=zigzag")
+
 
 @rule(
     "H23",

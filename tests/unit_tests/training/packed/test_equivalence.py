@@ -46,7 +46,12 @@ TOLERANCE = 2e-6
 MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 TWO_LEVELS = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 1]}
+PLACED = {"model__packed_placement": "balanced"}
 slow = pytest.mark.slow
+
+
+def transport(name: str) -> dict[str, Any]:
+    return {"model__cp_comm_type": name}
 
 
 def per_rank(tokens: int) -> dict[str, Any]:
@@ -177,6 +182,34 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         | per_rank(32)
         | {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True, "ddp__bucket_size": 20000},
     ),
+    "placed, 2 ranks": (2, {}, BALANCED | CP2 | PLACED),
+    "placed, cp4, all_gather": (4, {}, BALANCED | CP4 | PLACED | transport("all_gather")),
+    "placed, cp4, a2a": (4, {}, BALANCED | CP4 | PLACED | transport("a2a")),
+    "placed, cp4, a2a 2 inside and p2p across": (
+        4,
+        {},
+        BALANCED | CP4 | PLACED | transport("a2a+p2p") | {"model__hierarchical_context_parallel_sizes": [2, 2]},
+    ),
+    "placed, dynamic, 3 ranks, all_gather": (3, {}, DYNAMIC | per_rank(44) | PLACED | transport("all_gather")),
+    "placed, dynamic, 6 ranks": (6, {}, DYNAMIC | per_rank(32) | PLACED),
+    "placed, dynamic, a2a+p2p": (4, {}, DYNAMIC | per_rank(32) | PLACED | transport("a2a+p2p")),
+    "placed, tp2 sp cp2": (4, {}, BALANCED | TP2 | SP | CP2 | PLACED),
+    "placed, pp2 vpp2 cp2": (4, {}, BALANCED | PP2 | VPP2 | CP2 | PLACED),
+    "placed, learned positions": (4, CLASSIC, DYNAMIC | per_rank(32) | PLACED),
+    "placed, latent attention with yarn, full recomputation": (
+        4,
+        MLA | YARN | SHARPER,
+        DYNAMIC | CP2 | FULL | per_rank(32) | PLACED,
+    ),
+    "placed, groups of heads, selective recomputation": (
+        4,
+        {},
+        DYNAMIC | CP2 | per_rank(32) | HEAD_GROUPS | PLACED,
+    ),
+    "placed, experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | EP2 | PLACED),
+    "placed, sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2 | PLACED),
+    "placed, sliding window": (4, {"model__window_size": [8, 0]}, DYNAMIC | per_rank(32) | PLACED),
+    "placed, gemma 3, tp2 sp": (4, GEMMA3, DYNAMIC | TP2 | SP | per_rank(64) | PLACED),
     "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
 }
 FAST = (
@@ -185,6 +218,9 @@ FAST = (
     "pp2 vpp2",
     "4 ranks, dp_balanced cp2",
     "gemma 3",
+    "placed, 2 ranks",
+    "placed, cp4, a2a 2 inside and p2p across",
+    "placed, dynamic, 3 ranks, all_gather",
     "experts, tp2 sp, decentralized",
     "hybrid with experts, ep2, whole in tp2 sp",
 )

@@ -99,8 +99,9 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
     assert code == 0 and packs == recorded[1]["microbatches"]
 
 
-def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path) -> None:
-    more = ["train.train_iters=6", "model.hidden_dropout=0.1"]
+@pytest.mark.parametrize("placement", ["zigzag", pytest.param("balanced", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path, placement: str) -> None:
+    more = ["train.train_iters=6", "model.hidden_dropout=0.1", f"model.packed_placement={placement}"]
     assert packed(*more)[0] == 0
     (tmp_path / "run").rename(tmp_path / "first")
     assert packed(*more, "train.exit_interval=3")[0] == 0
