@@ -28,7 +28,6 @@ WRONG = {
     "K5": "the first forward pass differs in",  # bf16 overrides fp32 without a message
     "K21": "losses of the forward pass match, but .* gradients .* differ",
     # A router that runs again by itself balances over the ranks of the configured group.
-    "F18": "multi-token prediction differs",
     "H17": "losses of the forward pass match, but .* gradients .* differ",
     "K22": "the first forward pass differs in",
     "K33": "losses of the forward pass match, but .* gradients .* differ",
@@ -63,6 +62,7 @@ ERROR = {
     "D14": "don.t multiply up to the size of dim 2",
     "D15": "shape|size of tensor",
     "E11": "attention_dropout=0.1 is not supported",
+    "F18": "which is not divisible by 2 \\* context-parallel size",
     "G1": "Cannot average in collective when calculating per-token loss!",
     "H6": "world size 4 is not divisible by tp \\* pp \\* cp = 3",
     "H8": "min_cp_size=8: must be between 1 and the number of ranks",

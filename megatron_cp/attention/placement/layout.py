@@ -67,6 +67,34 @@ class PlacedLayout:
             places[span.row : span.row + span.length] = np.arange(first, first + span.length)
         return places
 
+    @functools.cached_property
+    def most_spans(self) -> int:
+        """Return the largest number of spans of a rank."""
+        return max(map(len, self.pieces))
+
+    def following(self, rank: int) -> np.ndarray:
+        """Return where the token after each row's is, int64 [rows].
+
+        It is one of this rank's ``rows``; from ``rows`` on, the first row of a span: of ``most_spans`` spans of every
+        rank; and after these, nowhere: at the end of a document, and for padding.
+        """
+        nowhere = self.rows + self.size * self.most_spans
+        found = np.full(self.rows, nowhere, dtype=np.int64)
+        for span in self.spans(rank):
+            stop = span.row + span.length
+            found[span.row : stop - 1] = np.arange(span.row + 1, stop)
+            found[stop - 1] = self._first_rows.get((span.sequence, span.position + span.length), nowhere)
+        return found
+
+    @functools.cached_property
+    def _first_rows(self) -> dict[tuple[int, int], int]:
+        """Sequence and position of each span -> its number in :meth:`following`."""
+        return {
+            (span.sequence, span.position): self.rows + rank * self.most_spans + index
+            for rank, spans in enumerate(self.pieces)
+            for index, span in enumerate(spans)
+        }
+
     def shard(self, x: Any, rank: int) -> Any:
         """Return ``rank``'s rows of a pack [tokens, ...]; padding is 0.
 

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.build import Build
 from megatron_cp.models.initial_weights import drawing_from, seed_of
@@ -126,9 +127,13 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
     One collective over ``group``, of two values a sequence and row.
 
     Args:
-        values: [..., t_local], this rank's shard of sequences split over ``group`` in zigzag order.
+        values: [..., t_local], this rank's shard of sequences split over ``group``, in zigzag order or as ``packed``
+            places them.
         packed: several sequences in a row, each split by its *padded* length; None: the last dimension is one sequence.
     """
+    placed = getattr(packed, "placed", None)
+    if placed is not None:
+        return _shift_placed(values, group, placed)
     rank, size = group.rank(), group.size()
     if packed is None:
         edges = send(torch.tensor([0, values.shape[-1]]), values.device)
@@ -147,6 +152,17 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
         shifted[..., second - 1] = gathered[rank + 1, 0]
     shifted[..., edges[1:] - 1] = gathered[rank - 1, 1] if rank else 0
     return shifted
+
+
+def _shift_placed(values: Tensor, group: dist.ProcessGroup, placed: PlacedLayout) -> Tensor:
+    """Do as :func:`shift_left`, in a pack in pieces: one value a piece and row is gathered."""
+    rank, most = group.rank(), placed.most_spans
+    firsts = [span.row for span in placed.spans(rank)]
+    firsts += [0] * (most - len(firsts))
+    heads = values.index_select(-1, send(torch.tensor(firsts), values.device))
+    gathered = gather_tensors(heads, group).movedim(0, -2).flatten(-2)
+    table = torch.cat([values, gathered, torch.zeros_like(values[..., :1])], dim=-1)
+    return table.index_select(-1, send(torch.from_numpy(placed.following(rank)), values.device))
 
 
 def unmasked_tokens(loss_mask: Tensor, position_ids: Tensor, depths: int) -> Tensor:

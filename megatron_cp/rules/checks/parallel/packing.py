@@ -60,18 +60,22 @@ te_rule(
 
 @rule(
     "F18",
-    "Multi-token prediction and Mamba layers need packs in zigzag.",
-    "They find a token's neighbours by the zigzag order, and would find other tokens under another placement.",
+    "Mamba layers need packs in zigzag.",
+    "Their all-to-all puts the tokens of a zigzag pack in order, and no other placement's.",
     broken(
         *RING.settings,
-        model=dict(mtp_num_layers=1, sequence_packing_scheduler="dp_balanced", packed_placement="balanced"),
+        model=dict(
+            architecture="hybrid",
+            hybrid_layer_pattern="M*M*",
+            mamba_num_groups=4,
+            sequence_packing_scheduler="dp_balanced",
+            packed_placement="balanced",
+        ),
     ),
 )
-def layers_follow_the_placement(c: Context) -> Iterator[Finding]:
-    layers = {"multi-token prediction": bool(c.model.mtp_num_layers), "Mamba layers": "M" in c.model.layer_letters}
-    found = [name for name, used in layers.items() if used]
-    if found and c.runs_packs and c.max_cp > 1 and c.model.packed_placement != "zigzag":
-        yield Finding(NAME.model.packed_placement, f"not supported with {' and '.join(found)}", "=zigzag")
+def mamba_is_in_zigzag(c: Context) -> Iterator[Finding]:
+    if "M" in c.model.layer_letters and c.runs_packs and c.max_cp > 1 and c.model.packed_placement != "zigzag":
+        yield Finding(NAME.model.packed_placement, "not supported with Mamba layers", "=zigzag")
 
 
 @rule(

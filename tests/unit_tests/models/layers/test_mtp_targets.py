@@ -7,7 +7,9 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.sharding import partition_indices
+from megatron_cp.dynamic_cp.runtime.packing import MicrobatchParams
 from megatron_cp.models.layers.mtp import shift_left, unmasked_tokens
 from tests.packed_runs import pack
 from tests.ranks import run_ranks
@@ -77,6 +79,26 @@ def test_packed_sequences_are_shifted_by_their_padded_lengths(size: int) -> None
     results = run_ranks(upstream_rolls_by_real_lengths, size)
     assert all(ours == expected for _, ours, expected in results)
     assert any(theirs != expected for theirs, _, expected in results), "upstream is right: ours is not needed"
+
+
+def shifted_in_pieces() -> list[tuple[list, list]]:
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    for lengths in ([7, 11, 8], [40, 1, 2], [1, 1], [90], [3, 30, 1, 1, 25, 9]):
+        sequences = [list(range(1 + 1000 * i, 1 + 1000 * i + n)) for i, n in enumerate(lengths)]
+        placed = PlacedLayout.balanced(lengths, size, multiple=2)
+        for depth in (1, 2, 5):
+            values = placed.shard(torch.tensor([x for row in sequences for x in row]), rank)
+            for _ in range(depth):
+                values = shift_left(values[None], dist.group.WORLD, MicrobatchParams(placed=placed))[0]
+            found.append((values.tolist(), placed.shard(torch.tensor(naive_shift(sequences, depth)), rank).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_packs_in_pieces_are_shifted_like_the_whole(size: int) -> None:
+    for results in run_ranks(shifted_in_pieces, size):
+        for got, expected in results:
+            assert got == expected
 
 
 def counted() -> tuple[list[float], list[float]]:
