@@ -155,7 +155,7 @@ def shift_left(values: Tensor, group: dist.ProcessGroup, packed: PackedSeqParams
 
 
 def _shift_placed(values: Tensor, group: dist.ProcessGroup, placed: PlacedLayout) -> Tensor:
-    """Do as :func:`shift_left`, in a pack in pieces: one value a piece and row is gathered."""
+    """Shift a pack in pieces; gathers one value a piece and row."""
     rank, most = group.rank(), placed.most_spans
     firsts = [span.row for span in placed.spans(rank)]
     firsts += [0] * (most - len(firsts))

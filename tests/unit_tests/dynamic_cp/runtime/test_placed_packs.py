@@ -19,7 +19,7 @@ from megatron_cp.training.held_out.counts import _samples_of_tokens
 
 
 def samples_of(lengths: list[int]) -> list[Sample]:
-    """Return samples whose tokens are all different, with labels and masks made from them."""
+    """Return samples whose tokens all differ; labels and masks follow from them."""
     starts = [1, *(1 + sum(lengths[: i + 1]) for i in range(len(lengths)))]
     tokens = [torch.arange(start, stop) for start, stop in pairwise(starts)]
     return [{"tokens": each, "labels": each + 1000, "loss_mask": (each % 3 > 0).float()} for each in tokens]
