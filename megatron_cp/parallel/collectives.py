@@ -115,8 +115,10 @@ def unpack[T: DataclassInstance](packed: Tensor, like: T) -> T:
 def max_of_messages[T: DataclassInstance](message: T, group: ProcessGroup, device: torch.device) -> T:
     """Return the maximum of each number in ``message`` over all ranks.
 
-    One exchange, and one wait for the device.
+    One exchange, and one wait for the device; a single rank does neither.
     """
+    if group.size() == 1:
+        return message
     return unpack(max_over_ranks(send(pack(message), device), group).cpu(), message)
 
 

@@ -153,11 +153,12 @@ def loss_function(loss_mask: Tensor, mtp_weights: tuple[float, ...], losses: Ten
     losses: per token, [b, s_local]; with ``mtp_weights`` [1 + depths, b, s_local]. The sum of each MTP depth is added
     to the total, times the weight of the depth.
     """
-    main, mtp = (losses[0], losses[1:]) if mtp_weights else (losses, losses[:0])
+    main, depth_sums = losses, losses.new_empty(0, dtype=torch.float64)
+    if mtp_weights:
+        main, depth_sums = losses[0], losses[1:].float().flatten(1).sum(dim=1)
     loss_mask = loss_mask.reshape(-1).float()
     total = (main.float().reshape(-1) * loss_mask).sum()
     tokens = loss_mask.sum()
-    depth_sums = mtp.float().flatten(1).sum(dim=1)
     sums = LossSums(total.detach().double(), tokens.double(), depth_sums.detach().double())
     for weight, depth_sum in zip(mtp_weights, depth_sums, strict=True):
         total = total + weight * depth_sum

@@ -92,6 +92,7 @@ def te_subclass(base: Any) -> type:
                 base.cp_stream = torch.cuda.Stream()
             self._softmax_scale = kwargs.get("softmax_scale")
             self._configured_context = self._context = context
+            self._contexts: dict[GroupOrPair, CPContext] = {}  # of microbatches' groups
             if context.size > 1:
                 self._apply_context(context)
 
@@ -128,15 +129,23 @@ def te_subclass(base: Any) -> type:
             group = getattr(packed_seq_params, "cp_group", None)
             dynamic = group is not None or getattr(packed_seq_params, "local_cp_size", None) is not None
             if group is not None:
-                ranks = CPContext.build(self.cp_comm_type, group).a2a_peers.size
+                ranks = self._context_for(group).a2a_peers.size
             else:
                 ranks = 1 if dynamic else self._context.a2a_peers.size
+            attend = functools.partial(super().forward, *args, packed_seq_params=packed_seq_params, **kwargs)
             try:
+                if ranks == 1 or self._parameters.get("softmax_offset") is None:
+                    return attend()
                 with self._share_of_offset_gradient(ranks):
-                    return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+                    return attend()
             finally:
                 if dynamic:
                     self._apply_context(self._context)
+
+        def _context_for(self, group: GroupOrPair) -> CPContext:
+            if group not in self._contexts:
+                self._contexts[group] = CPContext.build(self.cp_comm_type, group)
+            return self._contexts[group]
 
         @contextlib.contextmanager
         def _share_of_offset_gradient(self, ranks: int) -> Iterator[None]:
@@ -144,11 +153,7 @@ def te_subclass(base: Any) -> type:
 
             Transformer Engine gives each rank the whole gradient of all heads, and the ranks' gradients are summed.
             """
-            whole = self._parameters.get("softmax_offset")
-            if whole is None or ranks == 1:
-                yield
-                return
-            del self._parameters["softmax_offset"]
+            whole = self._parameters.pop("softmax_offset")
             try:
                 object.__setattr__(self, "softmax_offset", _ShareOfGradient.apply(whole, ranks))
                 yield

@@ -46,8 +46,11 @@ class SeededTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Also in recomputation: the arguments, and so the microbatch's group, are kept.
+        packed = kwargs.get("packed_seq_params")
+        if packed is None:
+            return super().forward(*args, **kwargs)
         routers = [self.mlp.router] if hasattr(self.mlp, "router") else []
-        with active_group(self.pg_collection, kwargs.get("packed_seq_params"), *routers):
+        with active_group(self.pg_collection, packed, *routers):
             return super().forward(*args, **kwargs)
 
     def _forward_pre_mlp_layernorm(self, hidden_states: Tensor) -> Any:

@@ -136,6 +136,11 @@ def test_a_step_waits_for_no_layer_and_no_microbatch(case: str) -> None:
         assert waits == OF_A_STEP | more
 
 
+def test_a_single_rank_waits_at_the_end_of_a_step_only() -> None:
+    """It has no other rank to compare its samples with."""
+    assert run_ranks(waits_of_a_dense_step, 1, BF16 | TWO) == [{"step.py copy to the host": 1}]
+
+
 @pytest.mark.parametrize("case", some(PACKED))
 def test_a_packed_step_waits_for_no_layer_and_no_microbatch(case: str, tmp_path: Path) -> None:
     ranks, overrides, more = PACKED[case]

@@ -19,7 +19,12 @@ from tests.doubles.te_on_cpu import FOLDER
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(sys.prefix) / "te"  # scripts/setup.sh puts it there
 PARTS = {
-    "layers": ("tests/doubles/te_on_cpu/layers.py", "-m", "not slow"),
+    "layers, and the host's work": (
+        "tests/doubles/te_on_cpu/layers.py",
+        "tests/doubles/te_on_cpu/host_time.py",
+        "-m",
+        "not slow",
+    ),
 }
 TRAINING = "tests/unit_tests/training"
 MORE_PARTS = {
