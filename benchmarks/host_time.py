@@ -1,4 +1,6 @@
-"""Compare the host's work for a microbatch with megatron-core's bare ``GPTModel``, without a GPU.
+"""Compare the host's work for a microbatch with megatron-core's ``GPTModel``.
+
+No GPU is needed.
 
     python benchmarks/host_time.py                    # the counts of all kinds of steps
     python benchmarks/host_time.py --rounds 20        # also processor time, on a machine without other work

@@ -96,7 +96,11 @@ def write_lengths(folder: Path) -> str:
 
 
 def counts(kind: str, lengths: str, measures: Sequence[Measure]) -> list[tuple[Counts, Counts]]:
-    """Return each measure's counts of a microbatch: in a layer, and in the rest of the model. Collective."""
+    """Count a microbatch's work by each measure. Collective.
+
+    Returns:
+        For each measure the counts of both sides: in a layer, and in the rest of the model.
+    """
     found: dict[int, list[Counts]] = {}
     for layers in (1, 2):
         with both_sides(kind, layers, lengths) as passes:

@@ -52,7 +52,7 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Return this thread's processor time in ``run``, without that of the kernels' stand-ins."""
+    """Measure this thread's processor time in ``run``, without kernels' stand-ins."""
     in_kernels = [0.0]
     with _timed_kernels(in_kernels):
         begin = time.thread_time()
