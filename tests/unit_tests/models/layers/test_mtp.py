@@ -367,7 +367,7 @@ def evaluated(overrides: dict[str, Any]) -> list[float]:
     held_out, _, _ = build_datasets(config.dataset, build_tokenizer(config.tokenizer), 8)
     losses: list[float] = []
     reporter: Any = SimpleNamespace(writes=False, evaluation=lambda i, name, loss, s: losses.append(loss.per_token))
-    watch: Any = SimpleNamespace(received=0)
+    watch: Any = SimpleNamespace(read=lambda: 0)
     for _ in range(2):
         step.train_step(run, next(batches).microbatches)
         evaluate_part(run, "validation", held_out, reporter, watch)
