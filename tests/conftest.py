@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
+import megatron_cp  # noqa: F401 - before torch and megatron.core: prepares both imports
+
 # Ranks are forked from this process: one thread each, as many processes as cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The check for a GPU must not start CUDA here: a forked rank could not start it again.
@@ -40,7 +42,6 @@ if os.environ.get("MEGATRON_CP_MAMBA_FOLDER"):
 import pytest
 import torch
 
-import megatron_cp  # noqa: F401 - before any test module imports megatron.core
 from megatron_cp.mcore.packages import cudnn_of_pytorch
 from megatron_cp.rules.nvml import read_driver
 

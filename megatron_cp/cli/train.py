@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Sequence
 
@@ -62,8 +63,9 @@ def run_or_start(
             checked(compose(parser, args, *further), number, args.gpus_per_node)
         return start_ranks(command, argv, number)
     config = prepared(compose(parser, args, *further), args.gpus_per_node)
-    from megatron_cp.training.train import run  # importing torch and megatron-core takes ten seconds
+    from megatron_cp.training.train import run  # importing torch and megatron-core takes seconds
 
+    gc.freeze()  # the libraries stay: collections during the run, and the one at exit, leave them out
     if not vars(args).get("verify"):
         return run(config)
     from megatron_cp.verify.run import verify_once

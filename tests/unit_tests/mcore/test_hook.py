@@ -34,12 +34,20 @@ with random.get_cuda_rng_tracker().fork():
 assert torch.equal(a, b) and not torch.equal(a, torch.rand(3))
 print("prepared")
 """
+# Libraries that a run without their files or settings must not wait for.
+NOT_NEEDED = ("IPython", "matplotlib", "pandas", "pyarrow", "scipy", "tokenizers", "transformers", "wandb")
+RUN = f"""
+import gc, sys
+import megatron_cp.training.train
+assert not (heavy := sys.modules.keys() & {set(NOT_NEEDED)}), heavy
+assert gc.isenabled() and gc.get_freeze_count() > 100_000, "torch's objects are left out of collections"
+"""
 
 
 @pytest.mark.parametrize(
     "imports",
-    ["import megatron_cp", "import megatron_cp.attention", "import megatron.core\nimport megatron_cp"],
-    ids=["first", "by a submodule", "late"],
+    ["import megatron_cp", RUN, "import megatron.core\nimport megatron_cp"],
+    ids=["first", "by a run", "late"],
 )
 def test_megatron_core_is_prepared(imports: str) -> None:
     if imports.startswith("import megatron.core") and installed_version("transformer-engine") and read_driver() is None:
@@ -51,7 +59,10 @@ def test_megatron_core_is_prepared(imports: str) -> None:
 
 
 def test_importing_the_package_is_cheap() -> None:
-    code = "import megatron_cp, sys; assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules"
+    code = (
+        "import megatron_cp, sys; assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules;"
+        "import megatron_cp.torchrun; assert 'megatron.core' not in sys.modules, 'the launcher has no use for it'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
