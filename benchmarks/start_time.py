@@ -1,12 +1,12 @@
-"""Show where the start of a run spends its CPU time, until the end of the first step.
+"""Show where the start of a run spends its CPU time, up to its first step.
 
     python benchmarks/start_time.py                 # the tiny recipe; three rounds
     python benchmarks/start_time.py --rounds 1 --ranks 4
 
 Printed are CPU seconds (user and system, the least of all rounds) and their share. CPU time is disturbed less by other
 programs than wall time, but a busy second thread of a core still makes it longer: compare figures of one call only.
-Imports are measured in one process each, in turns. Each part includes what the part before it has imported, and the
-difference is printed. The stages of a rank are measured in a rank, without profiler.
+Imports are measured in one process each, in turns. Each part also imports the part before it, and the difference is
+printed. The stages of a rank are measured in a rank, without profiler.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 RECIPE = "llama_tiny_pretrain_config"
+ONE_STEP = ("--recipe", RECIPE, "train.train_iters=1", "scheduler.lr_warmup_iters=0")
 ONE_RANK = ("context_parallel_size=1", "cp_comm_type=p2p", "hierarchical_context_parallel_sizes=null")
 IMPORTS = {
     "launcher": {"interpreter": "pass", "torch": "import megatron_cp, torch", "ours": "import megatron_cp.torchrun"},
@@ -101,7 +102,7 @@ def rank_stages() -> None:
     begun = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"model.{each}" for each in ONE_RANK]
-        arguments = ["--recipe", RECIPE, "train.train_iters=1", f"checkpoint.save={folder}", *overrides]
+        arguments = [*ONE_STEP, f"checkpoint.save={folder}", *overrides]
         if main(["train", *arguments]) != 0:
             raise SystemExit("the run failed")
     rest = time.process_time() - begun - sum(taken.values())
@@ -127,8 +128,7 @@ def main() -> None:
     for name, seconds in least(args.rounds, {each: (*cli, *each.split()) for each in COMMANDS}).items():
         print(f"  {seconds:6.2f} s  {name}")
     with tempfile.TemporaryDirectory() as folder:
-        recipe = ("--recipe", RECIPE, "train.train_iters=1", f"checkpoint.save={folder}")
-        run = (*cli, "train", "-n", str(args.ranks), *recipe)
+        run = (*cli, "train", "-n", str(args.ranks), *ONE_STEP, f"checkpoint.save={folder}")
         print(f"\nlauncher and {args.ranks} ranks: {cpu_seconds(*run):.2f} s of CPU time")
 
 
