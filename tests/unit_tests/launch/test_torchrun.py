@@ -370,6 +370,7 @@ class Interrupting:
     def find_spec(self, name, *others):
         if name == "torch":
             os.kill(os.getpid(), signal.SIGINT)
+import megatron_cp  # which looks for torch first
 sys.meta_path.insert(0, Interrupting())
 runpy.run_module("megatron_cp.torchrun", run_name="__main__")
 """
