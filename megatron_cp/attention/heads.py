@@ -1,11 +1,22 @@
-"""Split of heads over ranks that exchange sequence for heads. Pure."""
+"""Split of heads over ranks of an all-to-all, and into groups. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_cp.attention.transports.registry import TRANSPORTS
+
+GATHERED_TOKENS = 8192  # of all tensor-parallel ranks that a group of heads gathers at one time (sequence parallelism)
+
+
+def numbers_of_groups(heads: int, kv_heads: int, exchanging: Collection[int]) -> list[int]:
+    """Return the numbers of groups into which a rank's heads can be divided.
+
+    ``exchanging``: numbers of ranks that share the heads in an all-to-all.
+    """
+    divisors = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    return [count for count in divisors if all(heads // count % ranks == 0 for ranks in exchanging)]
 
 
 @dataclass(frozen=True)

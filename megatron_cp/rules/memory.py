@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_cp.attention.heads import numbers_of_groups
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
@@ -14,7 +15,6 @@ from megatron_cp.config.overrides import override, quoted
 from megatron_cp.estimate.job import MemoryEstimate
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.rules.job import job_of
-from megatron_cp.rules.proposals import divisors
 from megatron_cp.rules.remedies import Case
 
 Settings = dict[str, Any]
@@ -132,7 +132,7 @@ def possible_head_groups(model: ModelConfig, tp: int, exchanging: Collection[int
     if whole or tp < 1 or "*" not in model.layer_letters:
         return []
     heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
-    return [count for count in divisors(kv_heads)[1:] if all(heads // count % size == 0 for size in exchanging)]
+    return [count for count in numbers_of_groups(heads, kv_heads, exchanging) if count > 1]
 
 
 def _recompute(*values: Any) -> Settings:

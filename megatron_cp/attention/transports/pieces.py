@@ -8,6 +8,7 @@ their gradients.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron_cp.attention.kernels.dispatch import (
 )
 from megatron_cp.attention.merge import Gradient, OutputAccumulator, accumulation_dtype, softmax_offset_grad
 from megatron_cp.attention.once_differentiable import once_differentiable
-from megatron_cp.attention.tiles import plan, plan_seen, ring_shifts, seen
+from megatron_cp.attention.tiles import TilePlan, TileSize, plan, plan_seen, ring_shifts, seen
 from megatron_cp.attention.transports import comm
 from megatron_cp.attention.transports.comm import Peers
 
@@ -73,23 +74,17 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, offset = ctx.saved_tensors
         (dout,), call, peers, stages = douts, ctx.call, ctx.peers, ctx.stages
-        size = backward_tiles(query, call)
         dquery, dkey, dvalue = map(Gradient, (query, key, value))
-        arriving = _send_keys(key, value, call, peers, stages[0]) if stages else None
-        work = plan(call.layout, peers.rank, peers.rank, call.mask, size)
-        attend_backward(dout, query, _ordered((key, value)), out, lse, work, call, into=(dquery, dkey, dvalue))
+        visits = _visits(key, value, call, peers, stages, backward_tiles(query, call))
+        work, own = next(visits)
+        attend_backward(dout, query, _ordered(own), out, lse, work, call, into=(dquery, dkey, dvalue))
         returning = None
-        for index, stage in enumerate(stages):
-            assert arriving is not None
-            visitors = arriving.wait()
-            if index + 1 < len(stages):
-                arriving = _send_keys(key, value, call, peers, stages[index + 1])
-            work = plan_seen(call.layout, peers.rank, _sources(stage, peers), call.mask, size)
+        for index, (work, visitors) in enumerate(visits):
             grads = Gradient(visitors[0]), Gradient(visitors[1])
             attend_backward(dout, query, _ordered(visitors), out, lse, work, call, into=(dquery, *grads))
             if returning is not None:
                 _add(returning.wait(), stages[index - 1], dkey, dvalue, call, peers)
-            returning = _return_gradients(grads[0].total(), grads[1].total(), call, peers, stage)
+            returning = _return_gradients(grads[0].total(), grads[1].total(), call, peers, stages[index])
         if returning is not None:
             _add(returning.wait(), stages[-1], dkey, dvalue, call, peers)
         doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
@@ -107,19 +102,27 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp."""
     result = OutputAccumulator(query, value.shape[-1])
-    size = forward_tiles(query, call)
-    arriving = _send_keys(key, value, call, peers, stages[0]) if stages else None
-    attend(query, _ordered((key, value)), plan(call.layout, peers.rank, peers.rank, call.mask, size), call, result)
-    for index, stage in enumerate(stages):
-        assert arriving is not None
-        visitors = arriving.wait()
-        if index + 1 < len(stages):
-            arriving = _send_keys(key, value, call, peers, stages[index + 1])
-        work = plan_seen(call.layout, peers.rank, _sources(stage, peers), call.mask, size)
+    for work, visitors in _visits(key, value, call, peers, stages, forward_tiles(query, call)):
         attend(query, _ordered(visitors), work, call, into=result)
     out, lse = result.finish(offset)
     call.keep(lse)
     return out, lse
+
+
+def _visits(
+    key: Tensor, value: Tensor, call: AttentionCall, peers: Peers, stages: list[Stage], size: TileSize
+) -> Iterator[tuple[TilePlan, KeyValue]]:
+    """Yield tiles with keys and values: this rank's own, then each stage's.
+
+    The next stage's rows arrive while the caller computes.
+    """
+    work, visitors = plan(call.layout, peers.rank, peers.rank, call.mask, size), (key, value)
+    for stage in stages:
+        arriving = _send_keys(key, value, call, peers, stage)
+        yield work, visitors
+        visitors = arriving.wait()
+        work = plan_seen(call.layout, peers.rank, _sources(stage, peers), call.mask, size)
+    yield work, visitors
 
 
 def _send_keys(

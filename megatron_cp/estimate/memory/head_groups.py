@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_cp.attention.heads import GATHERED_TOKENS
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, Step, cost_of
-
-TOKENS_AT_ONCE = 8192  # of models/layers/head_groups.py
 
 
 def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, width: float, exchanged: bool) -> Step:
@@ -27,7 +26,7 @@ def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, widt
         others += width  # the projection stays until its gradient is complete
     weight = whole * width
     if model.sequence_parallel:
-        weight += 2 * TOKENS_AT_ONCE * whole  # a piece of all ranks' tokens, and its gradient
+        weight += 2 * GATHERED_TOKENS * whole  # a piece of all ranks' tokens, and its gradient
     moments = [
         Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
         for each in cost_of(inside, 0.0).moments

@@ -29,12 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_cp.attention.context import SavedResult
+from megatron_cp.attention.heads import GATHERED_TOKENS
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once_differentiable import once_differentiable
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.private_names import rotary_scale
 
-TOKENS_AT_ONCE = 8192  # gathered under sequence parallelism
 # (projection [s, b, queries + keys + values of a group], number of the group, result) -> output [s, b, heads * d]
 Attend = Callable[[Tensor, int, SavedResult], Tensor]
 
@@ -192,7 +192,7 @@ class _Work:
 
     def _pieces(self, hidden: Tensor) -> Iterator[slice]:
         """Yield positions of this rank whose tokens are gathered at one time."""
-        length = max(1, TOKENS_AT_ONCE // (hidden.shape[1] * self.tp_group.size()))
+        length = max(1, GATHERED_TOKENS // (hidden.shape[1] * self.tp_group.size()))
         return (slice(start, start + length) for start in range(0, len(hidden), length))
 
     def _gather(self, hidden: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_cp.attention.heads import numbers_of_groups
 from megatron_cp.config.names import NAME
 from megatron_cp.rules.base import Context, Finding, broken, rule
-from megatron_cp.rules.proposals import closest, divisors
+from megatron_cp.rules.proposals import closest
 
 _FIELD = NAME.model.attention_head_groups
 
@@ -21,20 +22,16 @@ _FIELD = NAME.model.attention_head_groups
 def head_groups_divide_heads(c: Context) -> Iterator[Finding]:
     groups, heads, kv_heads = c.model.attention_head_groups, c.local_heads, c.local_kv_heads
     splits = [size for _, size in c.head_splits() if heads % size == 0]  # else D1 or D2 finds it
-
-    def fits(count: int) -> bool:
-        return kv_heads % count == 0 and all(heads // count % size == 0 for size in splits)
-
-    if groups < 2 or fits(groups):
+    possible = numbers_of_groups(heads, kv_heads, splits)
+    if groups < 2 or groups in possible:
         return
-    possible = closest(filter(fits, divisors(kv_heads)), groups)
     message = f"{kv_heads} key/value heads of a tensor-parallel rank are not divisible by {groups} groups"
     if kv_heads % groups == 0:
         message = (
             f"{heads} query heads of a tensor-parallel rank are {heads // groups} in each of {groups} groups, which "
             f"are not divisible by the {max(splits)} ranks of the all-to-all"
         )
-    yield Finding(_FIELD, message, values=possible)
+    yield Finding(_FIELD, message, values=closest(possible, groups))
 
 
 @rule(

@@ -91,7 +91,7 @@ def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, tor
 def test_gradients_equal_those_of_all_heads_at_once(
     ranks: int, overrides: Overrides, groups: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_groups, "TOKENS_AT_ONCE", 24)  # divides nothing
+    monkeypatch.setattr(head_groups, "GATHERED_TOKENS", 24)  # divides nothing
     whole = run_ranks(gradients, ranks, overrides, packed)
     by_groups = run_ranks(gradients, ranks, overrides | {"model__attention_head_groups": groups}, packed)
     for (expected, _), (found, _) in zip(whole, by_groups, strict=True):
