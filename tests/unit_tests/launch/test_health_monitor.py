@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_cp.launch import health_monitor
 from megatron_cp.launch.health_monitor import HealthMonitor
 from megatron_cp.launch.rendezvous import common_store
 from megatron_cp.launch.store_watch import completing, stop_watching, watch
+from tests.kept_store import KeptStore
 from tests.ranks import RanksFailed, run_ranks
 
 RANKS, FALLING = 3, 2
@@ -25,7 +27,7 @@ def waiting(folder: str, port: int, blocks: Any) -> None:
     health_monitor._GRACE = 1.0
     rank = dist.get_rank()
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115 - until the rank ends
-    store = dist.TCPStore("localhost", port)
+    store = dist.TCPStore("127.0.0.1", port)
     monitor = HealthMonitor(store)
     monitor.doing = lambda: "forward of iteration 3"
     dist.barrier()
@@ -37,8 +39,7 @@ def waiting(folder: str, port: int, blocks: Any) -> None:
 
 
 def end(tmp_path: Path, blocks: Any) -> str:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RanksFailed) as failed:
+    with closing(KeptStore()) as store, pytest.raises(RanksFailed) as failed:
         run_ranks(waiting, RANKS, str(tmp_path), store.port, blocks, timeout=120, grace=60)
     report = str(failed.value)
     assert report.count("died without a report (exit 1)") == RANKS - 1 and f"rank {FALLING} of" not in report, report

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_cp.launch import health_monitor
 from megatron_cp.launch.failure_store import FailureStore
 from megatron_cp.launch.health_monitor import HealthMonitor
+from tests.kept_store import KeptStore
 from tests.ranks import run_ranks
 
 RANKS, LOST, LIMIT = 3, 2, 2.5
@@ -183,20 +184,9 @@ def lose_a_peer(folder: str, port: int, exchange: Callable[[], None], lost: Call
 
 
 def errors_of(tmp_path: Path, exchange: Callable[[], None], lost: Callable[[], None]) -> list[str]:
-    with closing(Store()) as store, suppress(AssertionError):
+    with closing(KeptStore()) as store, suppress(AssertionError):
         run_ranks(lose_a_peer, RANKS, str(tmp_path), store.port, exchange, lost, timeout=60, grace=25)
     return [(tmp_path / f"reported{rank}").read_text() for rank in range(RANKS - 1)]
-
-
-class Store:
-    """torchrun's."""
-
-    def __init__(self) -> None:
-        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port = self._store.port
-
-    def close(self) -> None:
-        self._store = None
 
 
 @pytest.fixture(autouse=True)

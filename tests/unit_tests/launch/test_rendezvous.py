@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron_cp.config.run_config import DistributedConfig
 from megatron_cp.launch.rendezvous import publish_failure
 from megatron_cp.parallel.device import start_distributed
 from megatron_cp.training import train  # noqa: F401 - so that no forked rank has to
+from tests.kept_store import KeptStore
 from tests.ranks import run_ranks
 
 HOST = socket.gethostname()
@@ -23,14 +24,15 @@ TINY = ["train", "--recipe", "llama_tiny_p2p_pretrain_config", "model.context_pa
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
     """Start a store as torchrun does."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = KeptStore()
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    return store
+    yield dist.TCPStore("127.0.0.1", store.port)
+    store.close()
 
 
 def start_again(counts: list[int], late: int | None, between_nodes: bool) -> bool:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,36 +16,15 @@ from megatron_cp.config.run_config import DistributedConfig
 from megatron_cp.launch import rendezvous, store_watch
 from megatron_cp.launch.store_watch import BoundedStore, StoreSilentError, watch, within
 from megatron_cp.parallel.device import start_distributed
+from tests.kept_store import KeptStore
 from tests.ranks import RanksFailed, run_ranks
 
 SILENT = "which keeps torch.distributed's store at 127.0.0.1:"
 
 
-class Keeper:
-    """A process that keeps a store."""
-
-    def __init__(self) -> None:
-        reading, writing = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                os.write(writing, str(store.port).encode())
-                while os.getppid() != 1:
-                    time.sleep(0.5)
-            finally:
-                os._exit(0)
-        self.port = int(os.read(reading, 16))
-        os.close(reading)
-        os.close(writing)
-
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-
 @pytest.fixture
-def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
-    keeper = Keeper()
+def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptStore]:
+    keeper = KeptStore()
     monkeypatch.setenv("MEGATRON_CP_TEST_NO_INIT", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(keeper.port))
@@ -54,12 +32,10 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
     monkeypatch.setattr(store_watch, "_TURN", 0.2)
     monkeypatch.setattr(rendezvous, "_SECONDS_TO_ANSWER", 0.2)
     yield keeper
-    with suppress(ProcessLookupError):
-        os.kill(keeper.pid, signal.SIGKILL)
-    os.waitpid(keeper.pid, 0)
+    keeper.close()
 
 
-def test_a_request_ends_within_its_limit(keeper: Keeper) -> None:
+def test_a_request_ends_within_its_limit(keeper: KeptStore) -> None:
     """torch's client ignores its timeout and waits until the process ends."""
     store = dist.TCPStore("127.0.0.1", keeper.port)
     store.set("key", "value")
@@ -97,7 +73,7 @@ def begin(seconds: float) -> str:
     return "started"
 
 
-def test_ranks_do_not_wait_for_each_other_in_a_frozen_store(keeper: Keeper) -> None:
+def test_ranks_do_not_wait_for_each_other_in_a_frozen_store(keeper: KeptStore) -> None:
     keeper.freeze()
     reports = run_ranks(begin, 2, 1.0)
     assert [text.split(":")[0] for text in reports] == ["False rank 0", "True rank 1"], reports
@@ -115,7 +91,7 @@ def wait(folder: str, how: str, keeper: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["frozen", "gone"])
-def test_waiting_ranks_exit_and_one_reports_why(keeper: Keeper, how: str, tmp_path: Path) -> None:
+def test_waiting_ranks_exit_and_one_reports_why(keeper: KeptStore, how: str, tmp_path: Path) -> None:
     """Ranks may wait in a step, or in one of torch's own store requests."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(wait, 2, str(tmp_path), how, keeper.pid, timeout=40.0, grace=20.0)
@@ -132,7 +108,7 @@ def pause(folder: str) -> None:
     time.sleep(2.0)
 
 
-def test_a_rank_that_was_frozen_continues(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_rank_that_was_frozen_continues(keeper: KeptStore, tmp_path: Path) -> None:
     def freeze_for_long() -> None:
         path = tmp_path / "pid0"
         while not path.exists() or not path.read_text():
