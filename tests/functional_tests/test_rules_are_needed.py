@@ -28,13 +28,13 @@ WRONG = {
     "K5": "the first forward pass differs in",  # bf16 overrides fp32 without a message
     "K21": "losses of the forward pass match, but .* gradients .* differ",
     # A router that runs again by itself balances over the ranks of the configured group.
-    "H17": "losses of the forward pass match, but .* gradients .* differ",
+    "H17": "token losses match, but router losses differ",
     "K22": "the first forward pass differs in",
-    "K33": "losses of the forward pass match, but .* gradients .* differ",
-    "E15": "losses of the forward pass match, but .* gradients .* differ",  # fused cross-entropy in float32, as K21
+    "K33": "token losses match, but router losses differ",
+    "E15": "the first forward pass differs in",  # fused cross-entropy in float32, as K21
 }
 ERROR = {
-    "A1": "must be an integer of at least 1",
+    "A1": "AssertionError",
     "A2": "world size 4 is not divisible by tp \\* pp \\* cp = 8",
     "A3": "num_experts|is not divisible by etp",
     "A4": "num_attention_heads \\(6\\) must be a multiple of tensor_model_parallel_size \\(4\\)",
@@ -87,6 +87,7 @@ ERROR = {
     "K24": "95 is not divisible by 2",
     "K25": "KeyError",
     "K29": "invalid tensor size",
+    "K28": "KeyError",  # megatron-core's optimizer looks for parameters on a GPU
     "K26": "lognorml: cannot be read",
     "K27": "Fix: dataset.text_key=",
     "K30": "non-negative",
@@ -109,7 +110,6 @@ IGNORED = {
     "H15": "the scheduler's name says nothing: packs of the configured size, where dynamic ones were asked for",
     "H21": "only evaluation packs, and counts on where training starts again",
     "I2": "what is predicted is in sight: the loss falls, alike under every layout, and nothing is learnt",
-    "K28": "the setting is not handed on: nothing is offloaded",
     "K6": "the process group that runs already is used; torch.distributed refuses to start with NCCL and no GPU",
     "K8": "without a GPU our own attention is used whatever the name says",
     "K40": "an empty range profiles nothing, without a word",
@@ -166,6 +166,14 @@ SMALLER: dict[str, tuple[int, list[str]]] = {
         "model.num_attention_heads=8",
     ]),
     "K25": (4, ["dataset.kind=mock_documents"]),
+    "K29": (4, [
+        *ONE_CP_RANK, "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.num_moe_experts=4",
+        "model.expert_model_parallel_size=2", "train.micro_batch_size=2", "model.moe_aux_loss_coeff=0.01",
+    ]),
+    "K33": (4, [
+        "model.context_parallel_size=2", "model.num_moe_experts=4", "train.micro_batch_size=2",
+        "model.moe_router_load_balancing_type=global_aux_loss", "model.moe_aux_loss_coeff=1.0", *ONE_CP_RANK[1:],
+    ]),
 }  # fmt: skip
 BASE = [
     "dataset.kind=mock", "dataset.mock_masked_fraction=0.4", "dataset.seq_length=64", "train.micro_batch_size=1",
