@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -165,3 +167,15 @@ def times_of_two_sizes() -> list[list[float]]:
 def test_a_microbatch_is_timed_without_the_optimizer() -> None:
     for seconds in run_ranks(times_of_two_sizes, 1)[0]:
         assert len(seconds) == 2 and all(math.isfinite(each) for each in seconds)
+
+
+@pytest.mark.slow
+def test_retrieval_trains_extends_and_tests(tmp_path: Path) -> None:
+    """A thousandth of the samples and steps."""
+    script = [sys.executable, str(Path(__file__).parents[3] / "benchmarks" / "retrieval.py"), str(tmp_path / "run")]
+    subprocess.run([*script, "model.num_layers=1", "--scale", "0.001"], check=True, timeout=600)
+    subprocess.run(
+        [*script, "model.num_layers=1", "--scale", "0.001", "--test-with-ranks", "2"], check=True, timeout=300
+    )
+    for run in ("short", "long"):
+        assert len(list((tmp_path / "run" / run / "evaluations").glob("*.json"))) == 2
