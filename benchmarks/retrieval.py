@@ -43,7 +43,6 @@ model:
   sequence_packing_scheduler: dp_balanced
   max_seqlen_per_dp_cp_rank: 131072
 train:
-  train_iters: 1300
   global_batch_size: 256
 dataset:
   kind: jsonl
@@ -63,6 +62,7 @@ SHORT = [
     ("multi_query:16", "1K", 5_000), ("multi_query:16", "2K", 4_000), ("single,multi_key:8", "512", 120),
     ("single,multi_key:8", "2K", 60),
 ]  # fmt: skip
+SHORT_STEPS, LONG_STEPS = 1300, 100
 LONG = [("multi_query:16", "2K", 2_000), ("multi_query:16", "4K", 500), ("multi_query:16", "8K", 1_000)]
 YARN = (
     "dataset.seq_length=8192", "model.position_embedding_type=yarn", "model.yarn_rotary_scaling_factor=4",
@@ -97,9 +97,11 @@ def write_tokenizer(folder: Path, recipe: Path) -> str:
     return f"tokenizer.tokenizer_model={folder / 'tokenizer'}"
 
 
-def write_samples(path: Path, recipe: Path, tokenizer: str, tasks: list[tuple[str, str, int]], scale: float) -> None:
+def write_samples(
+    path: Path, recipe: Path, tokenizer: str, tasks: list[tuple[str, str, int]], scale: float, first_seed: int
+) -> None:
     with path.open("wb") as samples:
-        for seed, (task, length, count) in enumerate(tasks, len(path.stem) * 100):
+        for seed, (task, length, count) in enumerate(tasks, first_seed):
             part = path.with_name("part.jsonl")
             number = str(max(1, round(count * scale)))
             request = ("--needles", task, "--lengths", length, "--samples", number, "--seed", str(seed))
@@ -113,10 +115,10 @@ def train(folder: Path, scale: float, overrides: list[str]) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE)
     tokenizer = write_tokenizer(folder, recipe)
-    for name, tasks in (("short", SHORT), ("long", LONG)):
-        write_samples(folder / f"{name}.jsonl", recipe, tokenizer, tasks, scale)
+    write_samples(folder / "short.jsonl", recipe, tokenizer, SHORT, scale, 100)
+    write_samples(folder / "long.jsonl", recipe, tokenizer, LONG, scale, 200)
     started = ("train", "-n", "1", "--recipe", str(recipe), tokenizer, "logger.log_interval=50")
-    steps = max(2, round(1300 * scale)), max(2, round(100 * scale))
+    steps = [max(2, round(count * scale)) for count in (SHORT_STEPS, LONG_STEPS)]
     if scale < 1:
         overrides = [*overrides, "scheduler.lr_warmup_iters=1", "train.global_batch_size=16"]
     short, long = folder / "short", folder / "long"
@@ -135,7 +137,9 @@ def main() -> None:
     parser.add_argument("--test-with-ranks", default="1", help="sizes of context parallelism to test with, such as 1,4")
     options = parser.parse_args()
     folder, overrides = options.folder.resolve(), list(options.overrides)
-    if not (folder / "long").exists():
+    if folder.exists() and not (folder / "long").exists():
+        parser.error(f"{folder}: exists and has no run named long. Fix: delete it, or name another folder")
+    if not folder.exists():
         train(folder, options.scale, overrides)
     samples = str(max(1, round(10 * min(1.0, options.scale))))
     for run, ranks in itertools.product(("short", "long"), options.test_with_ranks.split(",")):

@@ -27,9 +27,9 @@ class KeptStore:
                     time.sleep(0.5)
             finally:
                 os._exit(0)
+        os.close(writing)  # so that reading ends if the process does
         self.port = int(os.read(reading, 16))
         os.close(reading)
-        os.close(writing)
 
     def freeze(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)

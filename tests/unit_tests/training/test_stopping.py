@@ -58,9 +58,10 @@ def lose(tmp_path: Path, monkeypatch: Any, ranks: int, arguments: list[str], bef
     with pytest.raises(RanksFailed) as failed:
         run_ranks(losing_a_rank, ranks, str(tmp_path), arguments, before, timeout=90, grace=40)
     codes = {path.name: path.read_text() for path in tmp_path.glob("code*")}
-    # The thread that watches the store ends a process at once, and no file is written.
+    # The thread that watches the store ends a process at once, and only its message has a time.
+    lost = float((tmp_path / "lost").read_text())
     for rank in re.findall(r"rank (\d) of \d+: died without a report \(exit 1\)", str(failed.value)):
-        codes.setdefault(f"code{rank}", "1 0.0")
+        codes.setdefault(f"code{rank}", f"1 {(tmp_path / f'stderr{rank}').stat().st_mtime - lost:.1f}")
     return "".join(path.read_text() for path in sorted(tmp_path.glob("stderr*"))), codes
 
 
