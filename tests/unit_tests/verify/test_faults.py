@@ -76,11 +76,15 @@ def observe(names: tuple[str, ...], larger: Overrides | None = None) -> dict[str
 
     The ``larger`` model is compared in full size.
     """
-    seen, references, rights = {}, {}, {}
+    seen, rights = {}, {}
+    references_of: dict[str, dict[str, Measurement]] = {}
     for name in names:
         config = tiny_config(**FAULTS[name].layout | (larger or {}))
         (layout,) = comparable([config], 4, 2, full=larger is not None)
         reference = on_single_rank(layout)
+        # A reference has the packs of its layout.
+        packs = repr(layout) if layout.model.sequence_packing_scheduler else ""
+        references = references_of.setdefault(packs, {})
         if repr(layout) not in rights:
             with planted_in_the_layout(None, references):
                 right = compare.compare_with_single_rank(layout, reference)
