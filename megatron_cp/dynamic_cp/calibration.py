@@ -57,7 +57,8 @@ class Calibrator:
         if not seconds > 0 or not microbatches:
             raise ValueError(f"observe: seconds={seconds} of {len(microbatches)} microbatches: both must be above 0")
         parts = [(np.asarray(lengths, dtype=np.float64), cp_size) for lengths, cp_size in microbatches]
-        self._rows.append((np.array([(s @ s, s.sum(), c, len(s)) for s, c in parts]), float(seconds)))
+        rows = [(s @ s, s.sum(), c, self.prior.calls_of_pack(len(s), c), (s * s) @ s) for s, c in parts]
+        self._rows.append((np.array(rows), float(seconds)))
 
     def fit(self) -> Fit:
         """Return the best fitting cost model; the prior without observations."""
@@ -104,12 +105,13 @@ class Calibrator:
         Exposed communication is max(0, a - b) of two linear terms; which one counts is decided at ``factors``.
         """
         prior = self.prior
-        squares, tokens, c, samples = table.T
+        squares, tokens, c, calls, cubes = table.T
         parallel = c > 1
         inside = c <= prior.ranks_per_node
         messages = prior.messages
-        attention = prior.quadratic * (squares / c + prior.small_tile * tokens)
-        moved = parallel * tokens * (c - 1) / c / (c if messages.by_heads else 1)
+        cut = cubes / np.maximum(squares, 1.0) if prior.in_pieces(2) else tokens
+        attention = prior.quadratic * (squares / c + prior.small_tile * (cut + (tokens - cut) / c))
+        moved = parallel * cut * (c - 1) / c / (c if messages.by_heads else 1)
         intra, inter = prior.kv_intra * moved * inside, prior.kv_inter * moved * ~inside
         hidden = (prior.overlap if messages.hops else 0.0) * attention
         exposed = parallel & (factors[3] * intra + factors[4] * inter > factors[1] * hidden)
@@ -121,7 +123,7 @@ class Calibrator:
                 exposed * intra,
                 exposed * inter,
                 prior.ring_step * parallel * ((c - 1) if messages.hops else 1.0),
-                prior.per_sample * samples * prior.calls(c),
+                prior.per_sample * calls,
             ],
             axis=1,
         )

@@ -1,7 +1,6 @@
 """The cost in seconds of a packed microbatch on ``c`` context parallel ranks.
 
-The scheduler needs nothing of a microbatch but two sums, its tokens and its squared lengths, so every function here
-has a form that takes those sums, as scalars or as numpy arrays.
+The scheduler needs nothing of a microbatch but three sums: its tokens, and its lengths squared and cubed.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_cp.attention.transports.registry import RING, TRANSPORTS, CostTerms
+from megatron_cp.dynamic_cp.types import is_in_pieces
 
 # The coefficients of a cost model that measured times can be fitted to.
 FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring_step", "per_sample")
@@ -23,8 +23,9 @@ FITTED = ("per_microbatch", "quadratic", "linear", "kv_intra", "kv_inter", "ring
 class GroupCost(NamedTuple):
     """The cost model for one group size.
 
-    With S = sum of squared lengths and T = tokens of the microbatch:
-    ``seconds = fixed + square * S + token * T + max(0, comm * T - hide_square * S - hide_token * T)``.
+    With T = tokens of the microbatch, S and C = sums of the squared and cubed lengths, and X = C / S for packs in
+    pieces, otherwise T: ``seconds = fixed + square * S + token * T + cut * X
+    + max(0, comm * X - hide_square * S - hide_token * T - hide_cut * X)``.
     """
 
     fixed: float
@@ -33,10 +34,14 @@ class GroupCost(NamedTuple):
     comm: float
     hide_square: float
     hide_token: float
+    cut: float = 0.0
+    hide_cut: float = 0.0
+    in_pieces: bool = False
 
-    def seconds(self, squares: float, tokens: float) -> float:
-        exposed = self.comm * tokens - self.hide_square * squares - self.hide_token * tokens
-        compute = self.fixed + self.square * squares + self.token * tokens
+    def seconds(self, squares: float, tokens: float, cubes: float) -> float:
+        cut = cubes / squares if self.in_pieces and squares else tokens
+        exposed = self.comm * cut - self.hide_square * squares - self.hide_token * tokens - self.hide_cut * cut
+        compute = self.fixed + self.square * squares + self.token * tokens + self.cut * cut
         return compute + exposed if exposed > 0 else compute
 
 
@@ -62,6 +67,10 @@ class CostModel:
     and by our own attention on GPUs, for which nobody has measured it and the models here have 0.
     The n samples need ``calls(c)`` of them each: one on one rank, and on a ring of c ranks two on the diagonal, one
     between them and one for each other rank. The scheduler sees it in the price of a sample, not in that of a pack.
+    placement: as ``model.packed_placement``. ``zigzag`` cuts every sample over all c ranks. With ``balanced`` most are
+    whole on one rank. Only sum s_i^3 / sum s_i^2 tokens count as cut: as many as the samples have on average, weighted
+    by their attention. One sample alone is cut like in zigzag, and c equal ones are one rank's each. Only cut tokens
+    have small tiles on all ranks, messages, and several calls.
     """
 
     per_microbatch: float
@@ -75,6 +84,7 @@ class CostModel:
     ranks_per_node: int = 8
     transport: str = RING.name
     per_sample: float = 0.0
+    placement: str = "zigzag"
 
     def __post_init__(self) -> None:
         for name in ("small_tile", *FITTED):
@@ -86,12 +96,21 @@ class CostModel:
             raise ValueError(f"CostModel.ranks_per_node={self.ranks_per_node}: must be a finite number of at least 1")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"CostModel.transport={self.transport!r}: must be one of {', '.join(TRANSPORTS)}")
+        if self.placement not in ("zigzag", "balanced"):
+            raise ValueError(f"CostModel.placement={self.placement!r}: must be zigzag or balanced")
         if self.quadratic == 0 and self.linear == 0:
             raise ValueError("CostModel: quadratic and linear are both 0, so no sample would cost anything")
 
     @property
     def messages(self) -> CostTerms:
         return TRANSPORTS[self.transport].cost
+
+    def in_pieces(self, c: int) -> bool:
+        """Return whether a group of ``c`` ranks keeps most samples of a pack whole.
+
+        An all-to-all sends all tokens, and then has whole samples anyway.
+        """
+        return is_in_pieces(self.placement, c) and not self.messages.by_heads
 
     def for_size(self, c: int) -> GroupCost:
         """Return the coefficients for groups of ``c`` ranks."""
@@ -102,10 +121,21 @@ class CostModel:
             return GroupCost(self.per_microbatch, square, tile + self.linear, 0.0, 0.0, 0.0)
         kv = (self.kv_intra if c <= self.ranks_per_node else self.kv_inter) * (c - 1) / c
         kv = kv / c if self.messages.by_heads else kv
-        if not self.messages.hops:
-            return GroupCost(self.per_microbatch + self.ring_step, square, tile + self.linear / c, kv, 0.0, 0.0)
-        fixed = self.per_microbatch + (c - 1) * self.ring_step
-        return GroupCost(fixed, square, tile + self.linear / c, kv, self.overlap * square, self.overlap * tile)
+        whole, cut, in_pieces = tile, 0.0, self.in_pieces(c)
+        if in_pieces:
+            whole, cut = tile / c, tile * (c - 1) / c
+        steps, hidden = (c - 1, self.overlap) if self.messages.hops else (1, 0.0)
+        return GroupCost(
+            self.per_microbatch + steps * self.ring_step,
+            square,
+            whole + self.linear / c,
+            kv,
+            hidden * square,
+            hidden * whole,
+            cut,
+            hidden * cut,
+            in_pieces,
+        )
 
     def seconds(self, lengths: Sequence[int] | np.ndarray, c: int) -> float:
         """Return the seconds of a microbatch that packs samples of ``lengths`` tokens.
@@ -113,8 +143,13 @@ class CostModel:
         ValueError for ``c`` below 1.
         """
         s = np.asarray(lengths, dtype=np.float64)
-        calls = self.per_sample * len(s) * float(self.calls(c))
-        return self.for_size(c).seconds(float(s @ s), float(s.sum())) + calls
+        calls = self.per_sample * self.calls_of_pack(len(s), c)
+        return self.for_size(c).seconds(float(s @ s), float(s.sum()), float((s * s) @ s)) + calls
+
+    def calls_of_pack(self, samples: int, c: int) -> float:
+        """Count one rank's kernel calls for a pack of ``samples``."""
+        calls = float(self.calls(c))
+        return (samples - 1) / c + calls if self.in_pieces(c) else samples * calls
 
     def calls(self, c: ArrayLike) -> np.ndarray:
         """Count one rank's kernel calls for one sample, in the shape of ``c``."""
@@ -125,8 +160,14 @@ class CostModel:
         """Return the seconds of each sample alone on ``c`` ranks, shaped as ``lengths``."""
         s = np.asarray(lengths, dtype=np.float64)
         k = self.for_size(c)
-        exposed = np.maximum(0.0, (k.comm - k.hide_token - k.hide_square * s) * s)
-        return k.fixed + (k.square * s + k.token) * s + exposed + self.per_sample * self.calls(c)
+        exposed = np.maximum(0.0, (k.comm - (k.hide_token + k.hide_cut) - k.hide_square * s) * s)
+        return k.fixed + (k.square * s + (k.token + k.cut)) * s + exposed + self.per_sample * self.calls(c)
+
+    def added_seconds(self, lengths: ArrayLike, c: int) -> np.ndarray:
+        """Return the seconds that samples add to a pack on ``c`` ranks, shaped as ``lengths``."""
+        if not self.in_pieces(c):
+            return self.sample_seconds(lengths, c) - self.for_size(c).fixed
+        return (self.sample_seconds(lengths, 1) - self.per_microbatch) / c
 
     def ideal_seconds(self, lengths: ArrayLike) -> float:
         """Return the rank-seconds of compute alone, without overhead or communication."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Group(NamedTuple):
     """One packed microbatch on one context parallel group.
@@ -53,6 +55,14 @@ class Schedule:
         return [next((g for g in groups if g.ranks[0] <= rank <= g.ranks[-1]), None) for groups in self.microbatches]
 
 
+def is_in_pieces(placement: str, cp_size: int) -> bool:
+    """Return whether a pack's documents are kept whole where possible.
+
+    ``placement``: as ``model.packed_placement``.
+    """
+    return placement == "balanced" and cp_size > 1
+
+
 def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) -> int:
     """Return the padded tokens of a sample of ``length`` on ``cp_size`` ranks.
 
@@ -68,7 +78,26 @@ def padded_tokens(lengths: Sequence[int], cp_size: int, sequence_parallel_size: 
 
     Samples are padded one by one, but under the placement ``balanced`` on several ranks only the ranks are.
     """
-    if placement == "balanced" and cp_size > 1:
+    if is_in_pieces(placement, cp_size):
         unit = cp_size * sequence_parallel_size
         return -(-sum(lengths) // unit) * unit
     return sum(padded_length(length, cp_size, sequence_parallel_size) for length in lengths)
+
+
+def tokens_per_rank(
+    lengths: np.ndarray, cp_size: int, sequence_parallel_size: int = 1, *, placement: str
+) -> np.ndarray:
+    """Return the share of each sample in a rank's limit of tokens, shaped as ``lengths``.
+
+    With padding if samples are padded one by one. Otherwise the shares are fractions, and :func:`usable_tokens` bounds
+    their sum.
+    """
+    if is_in_pieces(placement, cp_size):
+        return lengths / cp_size
+    unit = 2 * sequence_parallel_size
+    return -(-lengths // (cp_size * unit)) * unit
+
+
+def usable_tokens(max_seqlen_per_rank: int, sequence_parallel_size: int) -> int:
+    """Return the largest number of tokens of a rank that needs no padding."""
+    return max_seqlen_per_rank // sequence_parallel_size * sequence_parallel_size

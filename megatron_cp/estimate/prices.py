@@ -48,6 +48,7 @@ def prices(job: Job, longest: int, device: Device, gpus_per_node: int | None = N
         ranks_per_node=max(1, node // job.layout.tp),
         transport=cost_transport(job.model.transports),
         per_sample=device.call_seconds * attending / job.layout.pp,
+        placement=job.model.packed_placement,
     )
     inside, step = _messages(job, longest, 2, model, device, node)
     across, _ = _messages(job, longest, 2 * model.ranks_per_node, model, device, node)

@@ -84,14 +84,12 @@ def imbalance_of_work(schedule: Schedule, lengths: Sequence[int] | np.ndarray, c
     groups, ids = as_arrays(schedule)
     real = np.asarray(lengths, dtype=np.float64)[ids]
     starts = np.cumsum(groups[:, 3]) - groups[:, 3]
-    tokens, squares = np.add.reduceat([real, real * real], starts, axis=1)
-    calls = cost.per_sample * groups[:, 3] * cost.calls(groups[:, 2])
+    sums = np.add.reduceat([real * real, real, real**3], starts, axis=1).T
     of_size = {size: cost.for_size(size) for size in np.unique(groups[:, 2]).tolist()}
     work = np.zeros(schedule.num_ranks)
-    for (_, first, size, _), square, token, more in zip(
-        groups.tolist(), squares.tolist(), tokens.tolist(), calls.tolist(), strict=True
-    ):
-        work[first : first + size] += of_size[size].seconds(square, token) + more
+    for (_, first, size, samples), sums_of_group in zip(groups.tolist(), sums.tolist(), strict=True):
+        calls = cost.per_sample * cost.calls_of_pack(samples, size) if cost.per_sample else 0.0
+        work[first : first + size] += of_size[size].seconds(*sums_of_group) + calls
     return float(work.max() / work.mean())
 
 
@@ -124,7 +122,7 @@ def report(
         useful=useful,
         overhead=busy / total - useful if total else 0.0,
         idle=1.0 - busy / total if total else 0.0,
-        padding=padding_fraction(schedule, lengths),
+        padding=padding_fraction(schedule, lengths, cost.placement),
         num_microbatches=schedule.num_microbatches,
         idle_slots=sum(len(ranks) for ranks in schedule.idle_slots()),
         cp_sizes={size: (groups[size], tokens[size]) for size in sorted(groups, reverse=True)},

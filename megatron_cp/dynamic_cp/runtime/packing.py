@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.sharding import partition_indices, send_offsets
-from megatron_cp.dynamic_cp.types import padded_length
+from megatron_cp.dynamic_cp.types import is_in_pieces, padded_length
 from megatron_cp.parallel.transfer import pinned
 
 Sample = dict[str, torch.Tensor]
@@ -143,7 +143,7 @@ def lay_out(
     """
     lengths = [len(sample["tokens"]) for sample in samples]
     real_starts, placed = (0, *accumulate(lengths)), None
-    if placement == "balanced" and cp_size > 1:
+    if is_in_pieces(placement, cp_size):
         placed = PlacedLayout.balanced(lengths, cp_size, sequence_parallel_size)
         starts = (*real_starts[:-1], placed.rows * cp_size)
     else:

@@ -48,15 +48,15 @@ def least_loaded(weights: Sequence[float], loads: Sequence[float], on_last: Sequ
     return chosen
 
 
-def most_room(weights: Sequence[float], tokens: Sequence[int], rooms: Sequence[float], capacity: int) -> list[int]:
+def most_room(weights: Sequence[float], tokens: Sequence[float], rooms: Sequence[float], capacity: int) -> list[int]:
     """Assign each weight to the bin with most room and enough capacity, or -1.
 
     rooms: target seconds of each bin, which may be exceeded. ``tokens`` must not increase.
     """
     heap = [(-room, k) for k, room in enumerate(rooms)]
     heapq.heapify(heap)
-    free = [capacity] * len(rooms)
-    full: list[tuple[int, float, int]] = []
+    free: list[float] = [capacity] * len(rooms)
+    full: list[tuple[float, float, int]] = []
     chosen = []
     for weight, need in zip(weights, tokens, strict=True):
         # A bin without room for a longer sample may have room for this one.

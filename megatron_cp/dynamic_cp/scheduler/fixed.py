@@ -9,15 +9,22 @@ import numpy as np
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.scheduler.binning import most_room
 from megatron_cp.dynamic_cp.scheduler.problem import check_lengths, does_not_fit
-from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length
+from megatron_cp.dynamic_cp.types import Group, Schedule, padded_tokens, tokens_per_rank, usable_tokens
 
 
-def smallest_cp_size(longest: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int = 1) -> int:
+def smallest_cp_size(
+    longest: int,
+    num_ranks: int,
+    max_seqlen_per_rank: int,
+    sequence_parallel_size: int = 1,
+    placement: str = "zigzag",
+) -> int:
     """Return the smallest divisor of ``num_ranks`` that holds ``longest`` tokens."""
     for size in range(1, num_ranks + 1):
-        if num_ranks % size == 0 and padded_length(longest, size, sequence_parallel_size) <= size * max_seqlen_per_rank:
+        padded = padded_tokens([longest], size, sequence_parallel_size, placement=placement)
+        if num_ranks % size == 0 and padded <= size * max_seqlen_per_rank:
             return size
-    raise does_not_fit("the longest sample", longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
+    raise does_not_fit("the longest sample", longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size, placement)
 
 
 def schedule_fixed_cp(
@@ -45,20 +52,18 @@ def schedule_fixed_cp(
         return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
     longest = int(ids.max())
     if cp_size is None:
-        cp_size = smallest_cp_size(longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
+        cp_size = smallest_cp_size(longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size, cost.placement)
     if cp_size < 1 or num_ranks % cp_size:
         raise ValueError(f"cp_size={cp_size}: must divide the number of ranks ({num_ranks})")
-    unit = 2 * sequence_parallel_size
-    tokens = -(-ids // (cp_size * unit)) * unit
-    if int(tokens.max()) > max_seqlen_per_rank:
-        raise does_not_fit(f"sample {ids.argmax()}", longest, cp_size, max_seqlen_per_rank, sequence_parallel_size)
+    tokens = tokens_per_rank(ids, cp_size, sequence_parallel_size, placement=cost.placement)
+    usable = usable_tokens(max_seqlen_per_rank, sequence_parallel_size)
+    if tokens.max() > usable:
+        raise does_not_fit(
+            f"sample {ids.argmax()}", longest, cp_size, max_seqlen_per_rank, sequence_parallel_size, cost.placement
+        )
     replicas = num_ranks // cp_size
     step = replicas * microbatch_multiple
-    bins = (
-        _level(ids, tokens, cost, cp_size, max_seqlen_per_rank, step)
-        if balanced
-        else _in_order(tokens.tolist(), max_seqlen_per_rank)
-    )
+    bins = _level(ids, tokens, cost, cp_size, usable, step) if balanced else _in_order(tokens.tolist(), usable)
     blocks = [tuple(range(k * cp_size, (k + 1) * cp_size)) for k in range(replicas)]
     count = -(-len(bins) // step) * microbatch_multiple
     microbatches = [
@@ -68,10 +73,10 @@ def schedule_fixed_cp(
     return Schedule(num_ranks, max_seqlen_per_rank, microbatches, sequence_parallel_size)
 
 
-def _in_order(tokens: list[int], capacity: int) -> list[list[int]]:
+def _in_order(tokens: list[float], capacity: int) -> list[list[int]]:
     """Pack by next fit: close a bin when the next sample does not fit."""
     bins: list[list[int]] = []
-    used = capacity
+    used: float = capacity
     for x, need in enumerate(tokens):
         if used + need > capacity:
             bins.append([])
@@ -86,7 +91,7 @@ def _level(
 ) -> list[list[int]]:
     """Pack into few bins of similar seconds, a multiple of ``step``."""
     order = np.argsort(-ids, kind="stable")
-    work = (cost.sample_seconds(ids, cp_size) - cost.for_size(cp_size).fixed)[order].tolist()
+    work = cost.added_seconds(ids, cp_size)[order].tolist()
     sizes = tokens[order].tolist()
 
     def pack(count: int) -> list[int]:

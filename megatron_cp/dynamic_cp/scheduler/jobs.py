@@ -10,6 +10,7 @@ import numpy as np
 from megatron_cp.dynamic_cp.scheduler.binning import best_fit, most_room
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
 from megatron_cp.dynamic_cp.scheduler.problem import Problem
+from megatron_cp.dynamic_cp.types import is_in_pieces
 
 _JOBS_TO_FILL = 8
 
@@ -17,16 +18,32 @@ _JOBS_TO_FILL = 8
 class Job:
     """Samples that run together at one level: positions, sums and seconds."""
 
-    __slots__ = ("items", "length", "level", "seconds", "squares", "start", "tokens")
+    __slots__ = ("cubes", "items", "length", "level", "seconds", "squares", "start", "tokens")
 
-    def __init__(self, problem: Problem, level: int, items: list[int], length: int, squares: int, tokens: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        level: int,
+        items: list[int],
+        length: int,
+        squares: int,
+        tokens: float,
+        cubes: float,
+    ) -> None:
         self.level = level
         self.items = items
         self.length = length
         self.squares = squares
-        self.tokens = tokens  # padded, per rank
+        self.cubes = cubes
+        self.tokens = tokens  # of each rank
         self.start = -1  # first narrowest block within the shelf, once known
-        self.seconds = problem.costs[level].seconds(squares, length)
+        self.seconds = problem.costs[level].seconds(squares, length, cubes)
+
+    def seconds_with(self, problem: Problem, length: int) -> float:
+        """Return the job's seconds with another sample of ``length`` tokens."""
+        return problem.costs[self.level].seconds(
+            self.squares + length * length, self.length + length, self.cubes + float(length) ** 3
+        )
 
     def add(self, problem: Problem, item: int, seconds: float) -> None:
         """Add a sample, with which the job takes ``seconds``."""
@@ -34,7 +51,8 @@ class Job:
         self.items.append(item)
         self.length += length
         self.squares += length * length
-        self.tokens += int(problem.tokens[self.level, item])
+        self.cubes += float(length) ** 3
+        self.tokens += problem.tokens.item(self.level, item)
         self.seconds = seconds
 
 
@@ -46,10 +64,13 @@ def jobs_of(problem: Problem, level: int, contents: list[list[int]]) -> list[Job
     items = list(chain.from_iterable(contents))
     ends = np.cumsum([0, *map(len, contents)])
     s = problem.lengths[items]
-    sums = np.zeros((3, len(items) + 1), dtype=np.int64)
-    np.cumsum([s, s * s, problem.tokens[level, items]], axis=1, out=sums[:, 1:])
-    length, squares, tokens = np.diff(sums[:, ends]).tolist()
-    return [Job(problem, level, *each) for each in zip(contents, length, squares, tokens, strict=True)]
+    sums = np.zeros((2, len(items) + 1), dtype=np.int64)
+    np.cumsum([s, s * s], axis=1, out=sums[:, 1:])
+    length, squares = np.diff(sums[:, ends]).tolist()
+    # Cubes exceed 64 bits, and tokens may be fractions.
+    tokens = np.add.reduceat(problem.tokens[level, items], ends[:-1]).tolist() if items else []
+    cubes = np.add.reduceat(s.astype(np.float64) ** 3, ends[:-1]).tolist() if items else []
+    return [Job(problem, level, *each) for each in zip(contents, length, squares, tokens, cubes, strict=True)]
 
 
 def wide_jobs(problem: Problem, level: np.ndarray, limit: float, fill: bool) -> list[Job]:
@@ -89,8 +110,8 @@ def fill_up(problem: Problem, jobs: list[Job], members: np.ndarray, level: int) 
         s = problem.length_list[x]
         cheapest, taker, seconds = alone, None, 0.0
         for job in open_jobs:
-            if job.tokens + int(problem.tokens[job.level, x]) <= problem.max_tokens:
-                after = problem.costs[job.level].seconds(job.squares + s * s, job.length + s)
+            if job.tokens + problem.tokens.item(job.level, x) <= problem.max_tokens:
+                after = job.seconds_with(problem, s)
                 extra = (after - job.seconds) * problem.sizes[job.level]
                 if extra < cheapest:
                     cheapest, taker, seconds = extra, job, after
@@ -136,7 +157,7 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
     """Fill jobs up to their shelf's height with the longest short samples that fit.
 
     short: positions of level-0 samples, longest first. Returns the remaining ones. A sample shorter than eight padding
-    units of a job is not added there, because of its padding.
+    units of a job is not added there, because of its padding, if it has any.
     """
     count = len(short)
     following = list(range(count + 1))  # union-find: next remaining sample
@@ -157,18 +178,19 @@ def top_up(problem: Problem, shelves: list[Shelf], short: np.ndarray) -> np.ndar
             slack = height - job.seconds
             if job.level == 0 or slack < 0.01 * height:
                 continue
-            cost, unit = problem.costs[job.level], 2 * problem.sequence_parallel_size * problem.sizes[job.level]
+            size = problem.sizes[job.level]
+            padded = not is_in_pieces(problem.cost.placement, size)
+            unit = 2 * problem.sequence_parallel_size * size if padded else 1
             if job.level not in prices:
-                long_enough = short[: bisect_right(shorter, -8 * unit)]
-                prices[job.level] = (cost.fixed - problem.seconds[job.level, long_enough]).tolist()
+                long_enough = short[: bisect_right(shorter, -8 * unit if padded else 0)]
+                prices[job.level] = (-problem.cost.added_seconds(problem.lengths[long_enough], size)).tolist()
             price, k = prices[job.level], 0
             while slack >= 0.01 * height:
-                free = (problem.max_tokens - job.tokens) * problem.sizes[job.level] // unit * unit
+                free = (problem.max_tokens - job.tokens) * size // unit * unit
                 k = available(max(k, bisect_left(price, -slack), bisect_left(shorter, -free)))
                 if k >= len(price):
                     break
-                s = lengths[k]
-                seconds = cost.seconds(job.squares + s * s, job.length + s)
+                seconds = job.seconds_with(problem, lengths[k])
                 if seconds > height:  # communication is exposed with this sample: try a shorter one
                     slack *= 0.7
                     k += 1

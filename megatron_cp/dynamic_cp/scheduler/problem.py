@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from megatron_cp.dynamic_cp.buddy_tree import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.cost import CostModel, GroupCost
-from megatron_cp.dynamic_cp.types import padded_length
+from megatron_cp.dynamic_cp.types import padded_tokens, tokens_per_rank, usable_tokens
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Problem:
 
     leaves: narrowest blocks of such a group. order: sample ids, longest first (ties by id). Arrays by position in that
     order: lengths [n]; seconds [levels, n] of a sample alone in a microbatch, inf if it does not fit; tokens
-    [levels, n], padded tokens a rank.
+    [levels, n], of each rank: padded, or fractions for packs in pieces.
     """
 
     tree: BuddyTree
@@ -57,10 +57,11 @@ class Problem:
     def seconds_on(self, num_ranks: int, items: list[int]) -> float:
         """Return seconds of ``items`` in one microbatch; inf if they do not fit."""
         s = self.lengths[items]
-        per_rank = 2 * self.sequence_parallel_size
-        if int((-(-s // (num_ranks * per_rank))).sum()) * per_rank > self.max_tokens:
+        tokens = tokens_per_rank(s, num_ranks, self.sequence_parallel_size, placement=self.cost.placement)
+        if tokens.sum() > self.max_tokens:
             return float("inf")
-        return self.cost.for_size(num_ranks).seconds(float(s @ s), float(s.sum()))
+        cubes = float((s.astype(np.float64) ** 3).sum())
+        return self.cost.for_size(num_ranks).seconds(float(s @ s), float(s.sum()), cubes)
 
     @property
     def mean_load(self) -> float:
@@ -84,10 +85,10 @@ class TooLongError(ValueError):
 
 
 def does_not_fit(
-    what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int
+    what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int, placement: str
 ) -> TooLongError:
     """Build the error for a sample that ``num_ranks`` ranks cannot hold."""
-    padded = padded_length(length, num_ranks, sequence_parallel_size)
+    padded = padded_tokens([length], num_ranks, sequence_parallel_size, placement=placement)
     return TooLongError(
         f"{what} of {length} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank={max_seqlen_per_rank} hold "
         f"{num_ranks * max_seqlen_per_rank} tokens, and the sample has {padded} with padding. Fix: max_seqlen_per_rank "
@@ -110,12 +111,14 @@ def make_problem(
     s = ids[order]
     sizes = tuple(tree.size(i) for i in range(len(tree.levels)))
     leaves = tuple(min(1 << i, len(tree.levels[0])) for i in range(len(tree.levels)))
-    units = np.array(sizes)[:, None] * (2 * sequence_parallel_size)
-    tokens = -(-s[None, :] // units) * (2 * sequence_parallel_size)
+    tokens = np.stack([tokens_per_rank(s, size, sequence_parallel_size, placement=cost.placement) for size in sizes])
     seconds = np.stack([cost.sample_seconds(s, size) for size in sizes])
-    seconds[tokens > max_seqlen_per_rank] = np.inf
+    usable = usable_tokens(max_seqlen_per_rank, sequence_parallel_size)
+    seconds[tokens > usable] = np.inf
     if s.size and not np.isfinite(seconds[-1, 0]):
-        raise does_not_fit(f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size)
+        raise does_not_fit(
+            f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size, cost.placement
+        )
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(
         tree,
@@ -123,7 +126,7 @@ def make_problem(
         leaves,
         costs,
         cost,
-        max_seqlen_per_rank,
+        usable,
         sequence_parallel_size,
         order,
         s,

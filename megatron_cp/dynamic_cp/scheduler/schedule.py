@@ -44,8 +44,8 @@ def schedule(
     num_ranks: data parallel size times context parallel size; any number, not only powers of two.
     max_seqlen_per_rank: largest number of tokens of a rank in one microbatch, padding included.
     min_cp_size: smallest number of ranks of a group.
-    cost: seconds of a microbatch; the default suits an 8B model on H100s. A wrong model makes schedules slower, never
-        incorrect.
+    cost: seconds of a microbatch; the default suits an 8B model on H100s. Wrong numbers make schedules slower, never
+        incorrect. Its placement must be the run's: it determines the padding.
     sync_ranks: ranks that synchronize in every microbatch, in aligned blocks: the expert parallel size, or num_ranks
         for a barrier. 1 for dense models.
     pipeline_size: pipeline stages; with more than one, all ranks run in lockstep and the bubble counts.
@@ -94,18 +94,19 @@ def schedule(
         one = Schedule(num_ranks, max_seqlen_per_rank, microbatches)
         return simulate(one, lengths, problem.cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size).seconds
 
-    plan = _search(problem, block_level, pipeline_size)
-    planned = _lay_out(problem, plan, pipeline_size)
-    added = _round_up(planned, microbatch_multiple)
-    best = seconds(planned) if added else plan.seconds
-    options = [planned, *_of_one_size(problem, lengths, best, pipeline_size, microbatch_multiple)]
-    chosen = min(options, key=seconds) if len(options) > 1 else planned
+    plans = _search(problem, block_level, pipeline_size)
+    options = [_lay_out(problem, plan, pipeline_size) for plan in plans]
+    added = [_round_up(option, microbatch_multiple) for option in options]
+    best = seconds(options[0]) if added[0] else plans[0].seconds
+    options += _of_one_size(problem, lengths, max_seqlen_per_rank, best, pipeline_size, microbatch_multiple)
+    chosen = min(options, key=seconds) if len(options) > 1 else options[0]
     return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
 
 
 def _of_one_size(
     problem: Problem,
     lengths: Sequence[int] | np.ndarray,
+    max_seqlen_per_rank: int,
     seconds: float,
     pipeline_size: int,
     microbatch_multiple: int,
@@ -113,19 +114,22 @@ def _of_one_size(
     """Schedule groups of one size each where that may be faster."""
     tree, found = problem.tree, []
     tokens, squares = float(problem.lengths.sum()), float(problem.lengths @ problem.lengths)
+    cubes = float((problem.lengths.astype(np.float64) ** 3).sum())
     for level, size in enumerate(problem.sizes):
         if not tree.is_regular(level) or tree.num_ranks % size or not np.isfinite(problem.seconds[level, 0]):
             continue
         cost = problem.costs[level]
         shortest, longest = problem.seconds[level, [-1, 0]].tolist()
         fewest = float(problem.tokens[level].sum()) / problem.max_tokens  # microbatches
-        work = (cost.seconds(squares, tokens) + cost.fixed * (fewest - 1)) * size / tree.num_ranks
+        # Each microbatch has cut tokens of its own.
+        work = cost.seconds(squares, tokens, cubes * fewest) + cost.fixed * (fewest - 1)
+        work *= size / tree.num_ranks
         # Short microbatches may fill and drain the pipeline.
         if max(work + (pipeline_size - 1) * shortest, pipeline_size * longest) < _WORTH_A_TRY * seconds:
             one = schedule_fixed_cp(
                 lengths,
                 tree.num_ranks,
-                problem.max_tokens,
+                max_seqlen_per_rank,
                 cp_size=size,
                 cost=problem.cost,
                 microbatch_multiple=microbatch_multiple,
@@ -143,18 +147,27 @@ def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
     return next(i for i in range(top + 1) if tree.is_regular(i) and tree.size(i) % sync_ranks == 0)
 
 
-def _search(problem: Problem, block_level: int, pipeline_size: int) -> GroupPlan:
-    """Return the best plan of the most promising limits, within the effort."""
+def _search(problem: Problem, block_level: int, pipeline_size: int) -> list[GroupPlan]:
+    """Return the best plan of the most promising limits, within the effort.
+
+    A plan's seconds are an upper bound in a pipeline. There, the best plans without and with jobs filled up first are
+    both returned, the better one first.
+    """
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
     limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    tried = [(limit, False) for limit in limits[: budget if keeps_step else max(1, min(3, budget // 4))]]
+    tried = {False: limits[: budget if keeps_step else max(1, min(3, budget // 4))]}
     if budget >= 12:
-        tried += [(limit, True) for limit in limits[:_STARTS_WITH_FILL]]
-    plans = [
-        build(problem, problem.levels_under(limit), block_level, limit, pipeline_size, fill) for limit, fill in tried
+        tried[True] = limits[:_STARTS_WITH_FILL]
+    best = [
+        min(
+            [build(problem, problem.levels_under(limit), block_level, limit, pipeline_size, fill) for limit in some],
+            key=lambda plan: plan.seconds,
+        )
+        for fill, some in tried.items()
     ]
-    return min(plans, key=lambda plan: plan.seconds)
+    best.sort(key=lambda plan: plan.seconds)
+    return best if pipeline_size > 1 else best[:1]
 
 
 def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:

@@ -40,7 +40,7 @@ def _is_step(value: Any) -> bool:
 
 def _is_cost(value: Any) -> bool:
     try:
-        numbers = vars(CostModel(**value)) | {"transport": 0}
+        numbers = vars(CostModel(**value)) | {"transport": 0, "placement": 0}
         return all(map(is_number, numbers.values()))
     except (TypeError, ValueError, AttributeError):
         return False

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 2  # first iterations of a process: allocate, compile, connect
 _NOT_IN_OLDER = ("transport", "ranks_per_node", "device")  # states of older versions
+_PLACEMENT_OF_OLDER = {"placement": "zigzag"}
 POOR_FIT = 0.3  # median relative error above which schedules may be unbalanced
 
 
@@ -55,6 +56,7 @@ class CostTracker:
             "etp": model.expert_tensor_parallel_size,
             "cp_comm_type": model.cp_comm_type,
             "transport": prior.transport,
+            "placement": prior.placement,
             "ranks_per_node": prior.ranks_per_node,
             "device": device,
         }
@@ -142,6 +144,7 @@ class CostTracker:
 
         Older versions saved the prior instead of the transport, the ranks per node and the device.
         """
+        of = _PLACEMENT_OF_OLDER | of
         if "prior" in of:
             older = {name: value for name, value in self._valid_for.items() if name not in _NOT_IN_OLDER}
             return older == {name: value for name, value in of.items() if name != "prior"}

@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from megatron_cp.dynamic_cp import schedule, schedule_fixed_cp
@@ -54,7 +55,7 @@ def configuration(number: int) -> tuple[list[int], dict[str, Any]]:
         "pipeline_size": rng.choice([1, 1, 2, 4]),
         "microbatch_multiple": rng.choice([1, 1, 2, 4, 8]),
         "sequence_parallel_size": sequence_parallel,
-        "cost": cost_preset(rng.choice(NAMES)),
+        "cost": replace(cost_preset(rng.choice(NAMES)), placement=rng.choice(["zigzag", "balanced"])),
     }
 
 
@@ -73,7 +74,8 @@ def failures(number: int) -> list[str]:
     multiple = {"microbatch_multiple": arguments["microbatch_multiple"]}
     try:
         found = schedule(lengths, **arguments)
-        wrong = problems(found, lengths, **shape, **multiple, min_cp_size=arguments["min_cp_size"])
+        placement = arguments["cost"].placement
+        wrong = problems(found, lengths, **shape, **multiple, min_cp_size=arguments["min_cp_size"], placement=placement)
         keeping = {key: arguments[key] for key in ("sync_ranks", "pipeline_size")}
         step = simulate(found, lengths, arguments["cost"], **keeping)  # terminates: no group waits for itself
         if not 0.9 < step.over_bare_work < float("inf"):

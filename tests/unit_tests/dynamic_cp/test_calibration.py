@@ -52,16 +52,17 @@ def test_predicts_groups_it_never_saw():
         assert cost.seconds(lengths, size) == pytest.approx(TRUE.seconds(lengths, size), rel=0.06)
 
 
-@pytest.mark.parametrize("transport", ["p2p", "a2a"])
-def test_finds_the_cost_of_a_kernel_call(transport):
-    prior = dataclasses.replace(PRIOR, transport=transport, per_sample=1e-3)
-    true = dataclasses.replace(TRUE, transport=transport, per_sample=4e-3)
+@pytest.mark.parametrize(("transport", "placement"), [("p2p", "zigzag"), ("a2a", "zigzag"), ("p2p", "balanced")])
+def test_finds_the_cost_of_a_kernel_call(transport, placement):
+    prior = dataclasses.replace(PRIOR, transport=transport, per_sample=1e-3, placement=placement)
+    true = dataclasses.replace(TRUE, transport=transport, per_sample=4e-3, placement=placement)
     calibrator, rng = Calibrator(prior), np.random.default_rng(0)
     for _ in range(400):
         lengths, c = rng.integers(20, 4000, rng.integers(1, 40)), int(rng.choice([1, 2, 4, 8]))
         calibrator.observe([(lengths, c)], true.seconds(lengths, c))
     fit = calibrator.fit()
-    assert fit.residual < 0.02 and fit.cost.per_sample == pytest.approx(true.per_sample, rel=0.15)
+    few_calls = placement == "balanced"  # a pack in pieces has little more than one sample's
+    assert fit.residual < 0.02 and fit.cost.per_sample == pytest.approx(true.per_sample, rel=0.3 if few_calls else 0.15)
 
 
 def test_whole_steps_are_enough():

@@ -3,6 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.packs import drawn_pack
+from benchmarks.packs_bound import rows_received
+from megatron_cp.attention.placement.planner import place
 from megatron_cp.dynamic_cp import PRESETS, CostModel
 
 
@@ -39,6 +42,52 @@ def test_samples_with_a_kernel_call_of_their_own(c, transport):
     assert cost.seconds(lengths, c) == pytest.approx(formula(cost, lengths, c), rel=1e-12)
     each = [cost.seconds([s], c) for s in lengths]
     assert cost.sample_seconds(np.array(lengths), c) == pytest.approx(np.array(each), rel=1e-12)
+
+
+def in_pieces(cost, lengths, c):
+    """Compute the documented formula for packs in pieces."""
+    cut = sum(s**3 for s in lengths) / sum(s * s for s in lengths)  # tokens
+    tiles = cost.small_tile * (cut + (sum(lengths) - cut) / c)
+    attention = cost.quadratic * (sum(s * s for s in lengths) / c + tiles)
+    kv = cost.kv_intra if c <= cost.ranks_per_node else cost.kv_inter
+    moved = max(0, kv * cut * (c - 1) / c - cost.overlap * attention) + (c - 1) * cost.ring_step
+    calls = c + 2 + (len(lengths) - 1) / c
+    return cost.per_microbatch + attention + cost.linear * sum(lengths) / c + moved + cost.per_sample * calls
+
+
+@pytest.mark.parametrize("c", [2, 8, 16])
+@pytest.mark.parametrize("lengths", [[300], [100_000], [8000, 120, 7, 3000], [500] * 40])
+def test_packs_in_pieces(c, lengths):
+    cost = dataclasses.replace(PRESETS["h100_8b"], placement="balanced", per_sample=1e-4)
+    assert cost.seconds(lengths, c) == pytest.approx(in_pieces(cost, lengths, c), rel=1e-12)
+    zigzag = dataclasses.replace(cost, placement="zigzag")
+    if len(lengths) == 1:  # cut over all ranks either way
+        assert cost.seconds(lengths, c) == pytest.approx(zigzag.seconds(lengths, c), rel=1e-12)
+        assert cost.sample_seconds(lengths, c) == pytest.approx(zigzag.sample_seconds(lengths, c), rel=1e-12)
+    else:
+        assert cost.seconds(lengths, c) < zigzag.seconds(lengths, c)
+    whole = dataclasses.replace(cost, transport="a2a")  # an all-to-all sends all tokens
+    assert whole.seconds(lengths, c) == dataclasses.replace(whole, placement="zigzag").seconds(lengths, c)
+
+
+@pytest.mark.parametrize("placement", ["zigzag", "balanced"])
+def test_a_small_sample_adds_its_share(placement):
+    cost, pack = dataclasses.replace(PRESETS["h100_8b"], placement=placement, kv_intra=0.0), [3000] * 40
+    added = cost.seconds([*pack, 3000], 8) - cost.seconds(pack, 8)
+    assert cost.added_seconds([3000], 8)[0] == pytest.approx(added, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_cut_tokens_are_near_those_of_real_plans(size):
+    """Compared are the rows that ranks receive, summed over packs of many sizes."""
+    received, slowest, modelled = 0.0, 0.0, 0.0
+    for name in ("wikipedia", "documents", "lognormal", "pareto"):
+        for seed, tokens in enumerate((12_000, 24_000, 48_000, 96_000)):
+            pack = np.array(drawn_pack(name, tokens, seed, 65_536))
+            rows = [rows_received([pieces]) for pieces in place(pack.tolist(), size)]
+            received, slowest = received + sum(rows) / size, slowest + max(rows)
+            modelled += float((pack**3).sum() / (pack @ pack)) * (size - 1) / size
+    assert 0.5 * modelled < received < modelled < slowest * 1.1 < 1.5 * modelled
 
 
 def test_ideal_is_one_rank_without_overhead():

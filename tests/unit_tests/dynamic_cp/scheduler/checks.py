@@ -14,6 +14,7 @@ def problems(
     min_cp_size: int = 1,
     microbatch_multiple: int = 1,
     sequence_parallel_size: int = 1,
+    placement: str = "zigzag",
 ) -> list[str]:
     """List everything that is wrong with a schedule; empty if nothing is."""
     wrong = []
@@ -35,8 +36,12 @@ def problems(
                 wrong.append(f"microbatch {k}: {group.ranks} is narrower than {min_cp_size}")
             if not group.sample_ids:
                 wrong.append(f"microbatch {k}: {group.ranks} has no sample")
-            unit = 2 * len(group.ranks) * sequence_parallel_size
-            tokens = sum((lengths[x] + unit - 1) // unit * unit for x in group.sample_ids)
+            unit = len(group.ranks) * sequence_parallel_size
+            if placement == "balanced" and len(group.ranks) > 1:
+                padded = [sum(lengths[x] for x in group.sample_ids)]
+            else:
+                unit, padded = 2 * unit, [lengths[x] for x in group.sample_ids]
+            tokens = sum((length + unit - 1) // unit * unit for length in padded)
             if tokens > max_seqlen_per_rank * len(group.ranks):
                 wrong.append(f"microbatch {k}: {tokens} tokens on {group.ranks}, over {max_seqlen_per_rank} a rank")
     return wrong

@@ -77,8 +77,9 @@ def test_a_new_run_is_measured_after_its_warm_up() -> None:
         (PRIOR, {"cp_comm_type": "all_gather"}),
         (CostModel(0.1, 1e-6, 1e-4, transport="a2a"), {"cp_comm_type": "a2a"}),
         (CostModel(0.1, 1e-6, 1e-4, ranks_per_node=4), {}),
+        (CostModel(0.1, 1e-6, 1e-4, placement="balanced"), {}),
     ],
-    ids=["layout", "transport", "formula", "nodes"],
+    ids=["layout", "transport", "formula", "nodes", "placement"],
 )
 def test_another_layout_is_measured_anew(prior: CostModel, model: dict[str, Any]) -> None:
     taken, fitted, cost, measured = run_ranks(partial(resumed, 12, prior, **model), 1)[0]
@@ -91,22 +92,25 @@ def test_the_same_layout_keeps_its_cost_model() -> None:
     assert taken and fitted != PRIOR and cost == fitted and measured == ([], [])
 
 
-def older_state() -> tuple[bool, CostModel, bool]:
+def older_state() -> tuple[list[bool], CostModel]:
     """Return the state of a version that saved its prior.
 
     That version derived another prior from the same settings.
     """
     state = tracker(0)[0].state_dict()
-    for name in ("transport", "ranks_per_node", "device"):
+    for name in ("transport", "ranks_per_node", "device", "placement"):
         del state["of"][name]
+    del state["cost"]["placement"]
     state["of"]["prior"] = asdict(CostModel(0.3, 1e-6, 1e-4))
-    state["cost"] = asdict(CostModel(0.2, 1e-6, 1e-4))
+    state["cost"] |= {"per_microbatch": 0.2}
     same, other = tracker(12)[0], tracker(12, tensor_model_parallel_size=2)[0]
-    return same.load_state_dict(state), same.cost, other.load_state_dict(state)
+    in_pieces = tracker(12, replace(PRIOR, placement="balanced"))[0]
+    taken = [each.load_state_dict(state) for each in (same, other, in_pieces)]
+    return taken, same.cost
 
 
 def test_a_run_of_an_older_version_keeps_its_cost_model() -> None:
-    assert run_ranks(older_state, 1)[0] == (True, CostModel(0.2, 1e-6, 1e-4), False)
+    assert run_ranks(older_state, 1)[0] == ([True, False, False], CostModel(0.2, 1e-6, 1e-4))
 
 
 def cost_of_rank() -> CostModel:
