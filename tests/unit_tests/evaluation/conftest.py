@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,28 +65,38 @@ def documents_of_files() -> list[list[tuple[str, int]]]:
     return [rows, [(TEXTS[3], 0)], [(TEXTS[4], 0)]]
 
 
+def published_model(folder: Path) -> Any:
+    """Load transformers' model of :func:`publish_and_import` in float64."""
+    plain = {
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }  # torch's grouped products have no float64
+    return AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64, **plain).eval()
+
+
+def predictions_of(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return loss and correctness of the prediction of each token but the first."""
+    window = torch.tensor(ids)
+    with torch.no_grad():
+        logits = model(window[None, :-1]).logits[0].double()
+    losses = torch.nn.functional.cross_entropy(logits, window[1:], reduction="none")
+    return losses.numpy(), (logits.argmax(-1) == window[1:]).numpy()
+
+
 def expected(folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
     """Return sums of loss, tokens and correct predictions from transformers.
 
     By file a table [documents, 3], and a table by position.
     """
-    plain = {
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }  # torch's grouped products have no float64
-    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64, **plain).eval()
+    model = published_model(folder)
     by_file, positions = [], np.zeros((8, 3))
     for documents in documents_of_files():
         total = np.zeros((len(documents), 3))
         for number, (text, prompt) in enumerate(documents):
             ids = [*text.encode(), END]
             for start in range(0, len(ids) - 1, LENGTH):
-                window = torch.tensor(ids[start : start + LENGTH + 1])
-                with torch.no_grad():
-                    logits = model(window[None, :-1]).logits[0].double()
-                losses = torch.nn.functional.cross_entropy(logits, window[1:], reduction="none").numpy()
-                right = (logits.argmax(-1) == window[1:]).numpy()
-                for k, (loss, is_right) in enumerate(zip(losses, right, strict=True)):
+                predictions = zip(*predictions_of(model, ids[start : start + LENGTH + 1]), strict=True)
+                for k, (loss, is_right) in enumerate(predictions):
                     if start + k + 1 >= prompt:
                         row = np.array([loss, 1.0, is_right])
                         total[number] += row

@@ -65,6 +65,17 @@ def test_after_it_began_with_the_weights_of_another(cli: Any, tmp_path: Path) ->
     assert code == 0 and f"resumed from iteration 3 of {tmp_path}/run" in text, text
 
 
+def test_a_resumed_run_does_not_evaluate_the_start_again(cli: Any, tmp_path: Path) -> None:
+    cli = partial(cli, "model.context_parallel_size=1", ranks=1)
+    looks = [*SCHEDULE, "validation.eval_iters=1", "validation.eval_on_start=true", "train.train_iters=2"]
+    for stop in ("train.exit_interval=1", "train.exit_interval=null"):
+        code, text = cli(*looks, stop)
+        assert code == 0, text
+    assert "resumed from iteration 1" in text
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines if "validation_loss" in line] == [0, 2]
+
+
 @pytest.mark.parametrize("setting", ["load", "pretrained_checkpoint"])
 def test_a_folder_near_the_checkpoints_leads_to_them(tmp_path: Path, setting: str) -> None:
     run = tmp_path / "runs" / "b1"
