@@ -36,12 +36,33 @@ LAYOUTS = {
     "pp 2, dp 2": (4, ("model.pipeline_model_parallel_size=2", "train.global_batch_size=6")),
 }
 FAST = "dynamic cp"
-# Mamba layers, Mamba layers with experts, and experts with full, windowed and latent attention.
-FAMILIES = ("nemotron h", "nemotron 3", "qwen3 experts", "gpt oss", "deepseek 3")
 FAMILY_LAYOUTS = {
     "1 rank": (1, ()),
     "dynamic cp": (2, DYNAMIC),
     "cp 2, p2p": (2, ("model.context_parallel_size=2", "model.cp_comm_type=p2p")),
+}
+SPREAD_EXPERTS = {
+    "ep 2, dp 2": (2, ("model.expert_model_parallel_size=2",)),
+    "ep 2, dynamic cp": (2, (*DYNAMIC, "model.expert_model_parallel_size=2")),
+}
+HYBRID_STAGES = {
+    "tp 2, pp 2": (
+        4,
+        (
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+            "model.pipeline_model_parallel_size=2",
+        ),
+    ),
+}
+# Mamba layers, Mamba layers with experts, and experts with full, windowed and latent attention.
+FAMILIES = {
+    "nemotron h": FAMILY_LAYOUTS | HYBRID_STAGES,
+    "nemotron 3": FAMILY_LAYOUTS | SPREAD_EXPERTS | HYBRID_STAGES,
+    "mixtral": FAMILY_LAYOUTS | SPREAD_EXPERTS,
+    "qwen3 experts": FAMILY_LAYOUTS | SPREAD_EXPERTS,
+    "gpt oss": FAMILY_LAYOUTS | SPREAD_EXPERTS,
+    "deepseek 3": FAMILY_LAYOUTS | SPREAD_EXPERTS,
 }
 
 
@@ -84,7 +105,7 @@ def test_files_have_transformers_losses(published: Path, run: Any, tmp_path: Pat
 def test_families_have_transformers_losses(run: Any, tmp_path: Path, variant: str) -> None:
     model, files = publish_in_a_rank(tmp_path / "model", variant), write_files(tmp_path)
     sums = expected(model)
-    for name, (ranks, layout) in FAMILY_LAYOUTS.items():
+    for name, (ranks, layout) in FAMILIES[variant].items():
         arguments = [*map(str, files), *COMMON, "train.global_batch_size=6", "--name", name.replace(",", ""), *layout]
         assert run(ranks, *arguments, model=model) == [0] * ranks, (tmp_path / "log0").read_text()[-2000:]
         check_result(tmp_path / "run" / "evaluations" / f"{name.replace(',', '')}.json", *sums)
