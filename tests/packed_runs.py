@@ -78,6 +78,7 @@ def packed_losses(
     tokenizer = build_tokenizer(config.tokenizer)
     run = setup(config, tokenizer.vocab_size)
     losses, sizes, counts = [], [], set()
+    shapes: set[int] = set()
     with closing(open_steps(run, train_dataset(config), 0, training=True)) as batches:
         for _ in range(steps or STEPS):
             step = next(batches)
@@ -88,7 +89,9 @@ def packed_losses(
             losses.append(losses_of(result))
             sizes.append(step.plan.cp_sizes)
             counts.add(len(step.microbatches))
+            shapes |= {microbatch.tokens.numel() for microbatch in step.microbatches}  # type: ignore[union-attr]
     check_transports(run)
+    assert len(shapes) <= (config.model.packed_shape_buckets or len(shapes)), shapes
     run.close()
     return losses, sizes, counts
 

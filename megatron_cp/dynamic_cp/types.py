@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 class Group(NamedTuple):
@@ -31,12 +32,15 @@ class Schedule:
     ``microbatches[k]`` lists microbatch k's groups, disjoint and in rank order. Every rank runs its groups in the order
     of the microbatches. A rank in no group of microbatch k is idle: in lockstep (pipeline stages, expert parallelism)
     it runs a dummy microbatch, otherwise it may continue with the next one.
+
+    ``token_buckets``: ascending numbers of tokens a rank that packs are padded to; empty: no padding to buckets.
     """
 
     num_ranks: int
     max_seqlen_per_rank: int
     microbatches: list[list[Group]]
     sequence_parallel_size: int = 1
+    token_buckets: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
@@ -73,15 +77,38 @@ def padded_length(length: int, cp_size: int, sequence_parallel_size: int = 1) ->
     return -(-length // unit) * unit
 
 
-def padded_tokens(lengths: Sequence[int], cp_size: int, sequence_parallel_size: int = 1, *, placement: str) -> int:
+def padded_tokens(
+    lengths: Sequence[int],
+    cp_size: int,
+    sequence_parallel_size: int = 1,
+    *,
+    placement: str,
+    token_buckets: Sequence[int] = (),
+) -> int:
     """Return the padded tokens of a pack of samples of ``lengths``.
 
-    Samples are padded one by one, but under the placement ``balanced`` on several ranks only the ranks are.
+    Samples are padded one by one, but under the placement ``balanced`` on several ranks only the ranks are. At last the
+    ranks are padded to ``token_buckets``.
     """
     if is_in_pieces(placement, cp_size):
         unit = cp_size * sequence_parallel_size
-        return -(-sum(lengths) // unit) * unit
-    return sum(padded_length(length, cp_size, sequence_parallel_size) for length in lengths)
+        total = -(-sum(lengths) // unit) * unit
+    else:
+        total = sum(padded_length(length, cp_size, sequence_parallel_size) for length in lengths)
+    return int(in_buckets(total // cp_size, token_buckets)) * cp_size
+
+
+def in_buckets(tokens: ArrayLike, token_buckets: Sequence[int]) -> np.ndarray:
+    """Return the smallest bucket that holds each number of tokens.
+
+    Without buckets, the numbers themselves. Raises ValueError for more tokens than the last bucket.
+    """
+    whole = np.asarray(tokens)
+    if not token_buckets:
+        return whole
+    if whole.size and whole.max() > token_buckets[-1]:
+        raise ValueError(f"a pack has {whole.max()} tokens a rank, more than the largest bucket ({token_buckets[-1]})")
+    return np.asarray(token_buckets)[np.searchsorted(token_buckets, whole)]
 
 
 def tokens_per_rank(

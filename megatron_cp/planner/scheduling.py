@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import schedule
+from megatron_cp.dynamic_cp.token_buckets import BucketFit, fit_to_batches
 from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.estimate.prices import prices
 from megatron_cp.parallel.layout import RankLayout
@@ -45,6 +47,54 @@ def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int]
         return schedule(lengths, num_ranks, most, min_cp_size=minimum, **lockstep, **common)
     common["microbatch_multiple"] = lockstep["microbatch_multiple"]
     return schedule_fixed_cp(lengths, num_ranks, most, cp_size=layout.cp, **common)
+
+
+def evaluation_model(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
+    """Return evaluation's model settings, with a context parallel ``size`` of its own."""
+    if size is None:
+        return training
+    model = replace(
+        training,
+        context_parallel_size=size,
+        hierarchical_context_parallel_sizes=None,
+        dynamic_context_parallel=False,
+        sequence_packing_scheduler="dp_balanced",
+    )
+    minimum = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
+    return replace(model, max_seqlen_per_dp_cp_rank=max(minimum, model.tokens_per_rank))
+
+
+def most_tokens(case: Case) -> int:
+    """Return the most tokens of a rank in a pack, in training and evaluation."""
+    config = case.config
+    evaluated = evaluation_model(config.model, config.dist.eval_context_parallel_size, config.evaluation_batch[1])
+    return max(each.max_seqlen_per_dp_cp_rank or 0 for each in (config.model, evaluated))
+
+
+def fit_token_buckets(
+    case: Case,
+    scheduler: Callable[[Sequence[int]], Schedule],
+    lengths: Callable[[Sequence[int]], Sequence[int]],
+    global_batch_size: int,
+    num_batches: int,
+) -> BucketFit:
+    """Fit the configured number of buckets to the first of ``num_batches``.
+
+    A run that starts anywhere fits them to the same batches, and so finds the same.
+
+    Args:
+        scheduler: function from a batch's lengths to its schedule.
+        lengths: function from the indices of samples to their lengths.
+    """
+    model = case.config.model
+    first = (range(k * global_batch_size, (k + 1) * global_batch_size) for k in range(num_batches))
+    return fit_to_batches(
+        ((scheduler(batch), batch) for batch in map(lengths, first)),
+        model.packed_shape_buckets,
+        most_tokens(case),
+        placement=model.packed_placement,
+        lockstep=is_lockstep(model),
+    )
 
 
 def lockstep_sizes(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:

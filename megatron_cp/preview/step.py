@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_cp.data.samples.split_files import has_test_part
 from megatron_cp.data.text.tokenizers import Tokenizer
 from megatron_cp.dynamic_cp.types import Group, Schedule, padded_tokens
 from megatron_cp.parallel.layout import RankLayout, layout_of
-from megatron_cp.planner.scheduling import make_schedule, model_cost
+from megatron_cp.planner.scheduling import fit_token_buckets, make_schedule, model_cost
 from megatron_cp.rules.remedies import Case
 
 
@@ -57,7 +58,8 @@ class SeenStep:
         """Return the padding tokens of the group's pack."""
         width = self.schedule.sequence_parallel_size
         tokens = [self.samples[i].tokens for i in group.sample_ids]
-        return padded_tokens(tokens, group.cp_size, width, placement=self.placement) - sum(tokens)
+        common: dict[str, Any] = {"placement": self.placement, "token_buckets": self.schedule.token_buckets}
+        return padded_tokens(tokens, group.cp_size, width, **common) - sum(tokens)
 
 
 def build_training_data(case: Case, tokenizer: Tokenizer, last_step: int) -> Datasets:
@@ -101,9 +103,17 @@ def _schedule(case: Case, layout: RankLayout, dataset: Any, numbers: Sequence[in
     """
     model, micro, size = case.config.model, case.config.train.micro_batch_size, len(numbers)
     if model.sequence_packing_scheduler is not None:
-        lengths = dataset.lengths(np.array(numbers, dtype=np.int64)).tolist()
+        scheduler = partial(make_schedule, model, layout, cost=model_cost(case))
+
+        def lengths(indices: Sequence[int]) -> list[int]:
+            return dataset.lengths(np.array(indices, dtype=np.int64)).tolist()
+
         try:
-            return make_schedule(model, layout, lengths, model_cost(case))
+            schedule = scheduler(lengths(numbers))
+            if not model.packed_shape_buckets:
+                return schedule
+            fit = fit_token_buckets(case, scheduler, lengths, size, case.config.train.iterations)
+            return replace(schedule, token_buckets=fit.tokens)
         except ValueError as error:
             raise DataError(str(error)) from error
     microbatches = zip(

@@ -66,6 +66,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     skipped_in_a_row: int = 0
     dynamic_groups: DynamicGroups | None = None  # of packed microbatches
+    token_buckets: tuple[int, ...] | None = None  # of packed microbatches; None until they are fitted
     work_clock: WorkClock | None = None  # set during calibration
     router_losses: RouterLosses | None = None  # of a mixture of experts
     host_memory: HostMemory | None = None  # with model.offload_layer_inputs

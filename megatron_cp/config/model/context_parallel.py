@@ -45,6 +45,13 @@ class ContextParallel:
         LAYOUT,
         when=PACKS,
     )
+    packed_shape_buckets: int = setting(
+        0,
+        "pad packs, so that their tokens per rank are one of at most so many numbers (CUDA graphs need few); 0: any",
+        LAYOUT,
+        least=0,
+        when=PACKS,
+    )
     dynamic_context_parallel_calibration_iters: int = setting(
         10,
         "iterations timed to calibrate the cost model; 0: estimate from the model's shape",

@@ -54,6 +54,7 @@ def record(step: StepPlan | RecordedStep, **settings: int) -> dict[str, Any]:
         "num_ranks": schedule.num_ranks,
         "max_seqlen_per_rank": schedule.max_seqlen_per_rank,
         "sequence_parallel_size": schedule.sequence_parallel_size,
+        "token_buckets": list(schedule.token_buckets),
         "lengths": list(step.lengths),
         "microbatches": [
             [[group.ranks[0], group.cp_size, list(group.sample_ids)] for group in groups]
@@ -105,7 +106,11 @@ def _step(values: dict[str, Any], seconds: float | None) -> RecordedStep:
         for groups in values["microbatches"]
     ]
     schedule = Schedule(
-        values["num_ranks"], values["max_seqlen_per_rank"], microbatches, values["sequence_parallel_size"]
+        values["num_ranks"],
+        values["max_seqlen_per_rank"],
+        microbatches,
+        values["sequence_parallel_size"],
+        tuple(values.get("token_buckets", ())),  # not recorded by older versions
     )
     settings = {name: values[name] for name in _SETTINGS if name in values}
     cost = CostModel(**values["cost"])
@@ -120,6 +125,8 @@ def _check(values: dict[str, Any]) -> None:
     lengths, ranks = values["lengths"], values["num_ranks"]
     for length in lengths:
         _check_number(length, "lengths", 1, 2**31 - 1)
+    for tokens in values.get("token_buckets", ()):
+        _check_number(tokens, "token_buckets", 1, 2**31 - 1)
     seen: list[int] = []
     for groups in values["microbatches"]:
         for first, size, ids in groups:

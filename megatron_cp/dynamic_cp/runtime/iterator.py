@@ -137,16 +137,13 @@ class DynamicBatches:
 
     def _plan(self, consumed: int, cost: CostModel) -> StepPlan:
         samples = tuple(range(consumed, consumed + self._size))
-        lengths = self._lengths(samples)
+        lengths = self.lengths(samples)
         schedule = self._scheduler(lengths, cost)
         groups: list[Group | None] = list(schedule.groups_of(self._groups.position))
         if not self._lockstep:
             groups = [group for group in groups if group is not None] or [None]
         checksums: dict[int, int] = {}
-        packs = tuple(
-            self._read(group, samples, lengths, schedule.sequence_parallel_size, checksums).pinned(self._device)
-            for group in groups
-        )
+        packs = tuple(self._read(group, samples, lengths, schedule, checksums).pinned(self._device) for group in groups)
         return StepPlan(
             samples,
             lengths,
@@ -161,7 +158,8 @@ class DynamicBatches:
             cp_sizes=cp_sizes(schedule),
         )
 
-    def _lengths(self, samples: Sequence[int]) -> tuple[int, ...]:
+    def lengths(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of samples; raises ValueError for invalid ones."""
         lengths = self._source.lengths(np.array(samples, dtype=np.int64))
         longest = math.inf if self._longest is None else self._longest
         for place in np.flatnonzero((lengths < 1) | (lengths > longest))[:1]:
@@ -179,11 +177,13 @@ class DynamicBatches:
         group: Group | None,
         samples: Sequence[int],
         lengths: Sequence[int],
-        width: int,
+        schedule: Schedule,
         checksums: dict[int, int],
     ) -> HostPack:
+        width = schedule.sequence_parallel_size
+        padding: dict[str, Any] = {"sequence_parallel_size": width, "token_buckets": schedule.token_buckets}
         if group is None:
-            return lay_out([dummy_sample(width)], 0, 1, sequence_parallel_size=width, idle=True)
+            return lay_out([dummy_sample(width)], 0, 1, idle=True, **padding)
         parts = []
         for sample_id in group.sample_ids:
             index = samples[sample_id]
@@ -192,7 +192,7 @@ class DynamicBatches:
             checksums[sample_id] = checksum_of({key: part[key] for key in TRAINED})
             parts.append(part)
         rank = group.ranks.index(self._groups.position)
-        return lay_out(parts, rank, group.cp_size, sequence_parallel_size=width, placement=self._placement)
+        return lay_out(parts, rank, group.cp_size, placement=self._placement, **padding)
 
     def microbatches(self, plan: StepPlan) -> list[PackedMicrobatch]:
         """Return a step's microbatches on the device. Collective: creates missing groups."""
@@ -240,6 +240,7 @@ def _check(index: int, sample: Sample, length: int) -> None:
 
 def _checksum_of_plan(samples: Sequence[int], lengths: Sequence[int], schedule: Schedule) -> int:
     crc = schedule.num_microbatches  # the last microbatches may be empty
-    for numbers in (np.array([samples, lengths], dtype=np.int64), *as_arrays(schedule)):
+    inputs = np.array([samples, lengths], dtype=np.int64), np.array(schedule.token_buckets, dtype=np.int64)
+    for numbers in (*inputs, *as_arrays(schedule)):
         crc = zlib.crc32(numbers, crc)
     return crc

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.sharding import partition_indices, send_offsets
-from megatron_cp.dynamic_cp.types import is_in_pieces, padded_length
+from megatron_cp.dynamic_cp.types import is_in_pieces, padded_length, padded_tokens
 from megatron_cp.parallel.transfer import pinned
 
 Sample = dict[str, torch.Tensor]
@@ -72,8 +72,8 @@ class HostPack:
     """Packed microbatch on the host, without process groups.
 
     ``tensors`` are those of :class:`PackedMicrobatch`; ``starts`` and ``padded_starts`` are the real and padded
-    cumulative lengths, ``[samples + 1]``, of the whole group. ``placed`` is None for zigzag; otherwise all padding
-    counts as the last sample's.
+    cumulative lengths, ``[samples + 1]``, of the whole group; a further sequence without tokens pads it to its bucket.
+    ``placed`` is None for zigzag; otherwise all padding counts as the last sample's.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -85,7 +85,7 @@ class HostPack:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in pairwise(self.starts))
+        return tuple(stop - start for start, stop in pairwise(self.starts) if stop > start)
 
     def places(self, rank: int) -> np.ndarray:
         """Return the place in the padded pack of each token of ``rank``, int64 [t_local]."""
@@ -133,21 +133,25 @@ def lay_out(
     *,
     sequence_parallel_size: int = 1,
     placement: str = "zigzag",
+    token_buckets: Sequence[int] = (),
     idle: bool = False,
 ) -> HostPack:
     """Pack ``samples`` for one rank of a group.
 
     Each sample has 1-D ``tokens``, ``labels`` and ``loss_mask`` of one length. Every rank of the group packs the same
     samples in the same order. Padding has token, label, position and loss mask 0. ``placement``: as
-    ``model.packed_placement``. ``idle`` marks a dummy.
+    ``model.packed_placement``. ``token_buckets``: as of the schedule. ``idle`` marks a dummy.
     """
     lengths = [len(sample["tokens"]) for sample in samples]
     real_starts, placed = (0, *accumulate(lengths)), None
+    tokens = padded_tokens(lengths, cp_size, sequence_parallel_size, placement=placement, token_buckets=token_buckets)
     if is_in_pieces(placement, cp_size):
-        placed = PlacedLayout.balanced(lengths, cp_size, sequence_parallel_size)
-        starts = (*real_starts[:-1], placed.rows * cp_size)
+        placed = replace(PlacedLayout.balanced(lengths, cp_size), rows=tokens // cp_size)
+        starts = (*real_starts[:-1], tokens)
     else:
         starts = (0, *accumulate(padded_length(length, cp_size, sequence_parallel_size) for length in lengths))
+        if starts[-1] < tokens:  # an empty sequence, so that no sample is cut differently
+            real_starts, starts = (*real_starts, real_starts[-1]), (*starts, tokens)
     whole = _zeros(starts[-1]) | {
         "position_ids": torch.zeros(starts[-1], dtype=torch.int64),
         "padding_mask": torch.ones(starts[-1], dtype=torch.bool),

@@ -127,4 +127,5 @@ def _documents_of_tokens(plan: StepPlan, samples: EverySample, position: int) ->
 
 def _samples_of_tokens(pack: HostPack, rank: int) -> np.ndarray:
     """Return the place in the pack of each local token's sample, int64 [t_local]."""
-    return np.searchsorted(np.array(pack.padded_starts), pack.places(rank), side="right") - 1
+    starts = pack.padded_starts[: len(pack.lengths)]  # padding after the last sample counts as its own
+    return np.searchsorted(np.array(starts), pack.places(rank), side="right") - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,17 +11,28 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.common.errors import DataError
-from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
+from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.parallel.layout import layout_of
-from megatron_cp.planner.scheduling import is_lockstep, make_schedule, model_cost
+from megatron_cp.planner.scheduling import (
+    evaluation_model,
+    fit_token_buckets,
+    is_lockstep,
+    make_schedule,
+    model_cost,
+    most_tokens,
+    sequence_parallel_size,
+)
 from megatron_cp.rules.environment import Environment
 from megatron_cp.rules.remedies import Case
 from megatron_cp.training.batch_checks import Problem, check_same_packs
 from megatron_cp.training.batches import Step, steps_to_come
 from megatron_cp.training.packed.calibration import CostTracker
 from megatron_cp.training.setup import Run
+
+logger = logging.getLogger(__name__)
 
 
 class FixedLengthSource:
@@ -34,21 +47,6 @@ class FixedLengthSource:
 
     def __getitem__(self, index: int) -> Sample:
         return self._dataset[index]
-
-
-def evaluation_model(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:
-    """Return evaluation's model settings, with a context parallel ``size`` of its own."""
-    if size is None:
-        return training
-    model = replace(
-        training,
-        context_parallel_size=size,
-        hierarchical_context_parallel_sizes=None,
-        dynamic_context_parallel=False,
-        sequence_packing_scheduler="dp_balanced",
-    )
-    minimum = training.max_seqlen_per_dp_cp_rank or micro_batch_size * model.tokens_per_rank
-    return replace(model, max_seqlen_per_dp_cp_rank=max(minimum, model.tokens_per_rank))
 
 
 class PackedSteps:
@@ -76,14 +74,17 @@ class PackedSteps:
             layout = layout_of(model, config.dist, run.all_ranks.size())
         assert run.dynamic_groups is not None
         self._run = run
-        case = Case(replace(config, model=model), layout.world_size, None, Environment.detect())
+        case = self._case = Case(replace(config, model=model), layout.world_size, None, Environment.detect())
         self._costs = CostTracker(run, model_cost(case), active=training)
         self._size = size
+        self._scheduler: Scheduler = scheduler or partial(make_schedule, model, layout)
+        steps_of_run = config.train.iterations if training else config.validation.eval_iters
+        self._steps_of_run = steps_of_run if num_steps is None else num_steps
         self._plan: StepPlan | None = None
         self._batches = DynamicBatches(
             source,
             size,
-            scheduler or partial(make_schedule, model, layout),
+            self._schedule,
             run.dynamic_groups,
             lockstep=is_lockstep(model),
             device=run.device,
@@ -99,6 +100,7 @@ class PackedSteps:
         plan = None
         with self._run.phases("schedule"):
             try:
+                self._fit_buckets()
                 plan = next(self._batches)
             except DataError as error:
                 problems.append(error)
@@ -111,12 +113,45 @@ class PackedSteps:
         self._plan = plan
         return Step(microbatches, plan.schedule.num_microbatches, plan.lengths, plan)
 
+    def _fit_buckets(self) -> None:
+        """Fit the numbers of tokens that packs are padded to, once in a run.
+
+        Evaluation uses those of training.
+        """
+        run = self._run
+        if run.token_buckets is not None or not run.config.model.packed_shape_buckets:
+            return
+        cost = self._costs.cost
+        fit = fit_token_buckets(
+            self._case,
+            lambda lengths: self._scheduler(lengths, cost),
+            self._batches.lengths,
+            self._size,
+            self._steps_of_run,
+        )
+        run.token_buckets = fit.tokens
+        if run.all_ranks.rank() == 0:
+            logger.info("%s", fit)
+
+    def _schedule(self, lengths: Sequence[int], cost: CostModel) -> Schedule:
+        return replace(self._scheduler(lengths, cost), token_buckets=self._run.token_buckets or ())
+
     def observe(self) -> None:
         if self._plan is not None and self._costs.observe(self._plan):
             self._batches.use_cost(self._costs.cost)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._batches.state_dict() | {"calibration": self._costs.state_dict()}
+        buckets = {"of": self._bucket_terms(), "tokens": list(self._run.token_buckets or ())}
+        return self._batches.state_dict() | {"calibration": self._costs.state_dict(), "token_buckets": buckets}
+
+    def _bucket_terms(self) -> dict[str, int]:
+        """Return what saved buckets must have in common with the run."""
+        model = self._case.config.model
+        return {
+            "number": model.packed_shape_buckets,
+            "most_tokens": most_tokens(self._case),
+            "sequence_parallel_size": sequence_parallel_size(model),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after the saved steps.
@@ -125,6 +160,9 @@ class PackedSteps:
         """
         if self._costs.load_state_dict(state.get("calibration")):
             self._batches.load_state_dict(state)
+            buckets = state.get("token_buckets", {})  # checkpoints of earlier versions have none
+            if buckets.get("tokens") and buckets["of"] == self._bucket_terms():
+                self._run.token_buckets = tuple(buckets["tokens"])
         else:
             self._batches.load_state_dict({"consumed_samples": state["consumed_samples"]})
 

@@ -47,6 +47,7 @@ MTP = {"model__mtp_num_layers": 2, "model__mtp_loss_scaling_factor": 0.5}
 DECENTRALIZED = {"dist__use_decentralized_pg": True}
 TWO_LEVELS = {"model__cp_comm_type": "a2a+p2p", "model__hierarchical_context_parallel_sizes": [2, 1]}
 PLACED = {"model__packed_placement": "balanced"}
+BUCKETS = {"model__packed_shape_buckets": 3}
 slow = pytest.mark.slow
 
 
@@ -213,6 +214,31 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "placed, sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2 | PLACED),
     "placed, sliding window": (4, {"model__window_size": [8, 0]}, DYNAMIC | per_rank(32) | PLACED),
     "placed, gemma 3, tp2 sp": (4, GEMMA3, DYNAMIC | TP2 | SP | per_rank(64) | PLACED),
+    "buckets, 2 ranks": (2, {}, DYNAMIC | per_rank(64) | BUCKETS),
+    "buckets, 4 ranks, cp2": (4, {}, DYNAMIC | CP2 | per_rank(32) | BUCKETS),
+    "buckets, 4 ranks, dp_balanced cp2": (4, {}, BALANCED | CP2 | BUCKETS),
+    "buckets, 4 ranks, all_gather": (4, {}, DYNAMIC | CP2 | per_rank(32) | transport("all_gather") | BUCKETS),
+    "buckets, 8 ranks, a2a 2 inside and p2p across": (8, {}, DYNAMIC | CP2 | TWO_LEVELS | per_rank(16) | BUCKETS),
+    "buckets, pp2 vpp2": (4, {}, DYNAMIC | PP2 | VPP2 | per_rank(64) | BUCKETS),
+    "buckets, latent attention with yarn": (4, MLA | YARN | SHARPER, DYNAMIC | CP2 | per_rank(32) | BUCKETS),
+    "buckets, gemma 3, tp2 sp": (4, GEMMA3, DYNAMIC | TP2 | SP | per_rank(64) | BUCKETS),
+    "buckets, learned positions": (4, CLASSIC, DYNAMIC | per_rank(32) | BUCKETS),
+    "buckets, two tokens further, cp2": (4, MTP, DYNAMIC | CP2 | per_rank(32) | BUCKETS),
+    "buckets, hybrid, two tokens further, tp2 sp": (4, FURTHER, DYNAMIC | TP2 | SP | per_rank(64) | BUCKETS),
+    "buckets, experts, ep2": (4, MOE, DYNAMIC | per_rank(32) | EP2 | BUCKETS),
+    "buckets, balanced by a bias, ep2": (4, BIASED, DYNAMIC | per_rank(32) | EP2 | BUCKETS),
+    "buckets, sigmoid router with a z-loss, ep2": (4, SIGMOID, DYNAMIC | per_rank(32) | EP2 | BUCKETS),
+    "buckets, hybrid with experts, ep2, whole in tp2 sp": (
+        4,
+        HYBRID_EXPERTS,
+        DYNAMIC | TP2 | SP | EP2 | ETP1 | per_rank(64) | BUCKETS,
+    ),
+    "buckets, placed, dynamic, 6 ranks": (6, {}, DYNAMIC | per_rank(32) | PLACED | BUCKETS),
+    "buckets, placed, two tokens further, tp2 sp": (
+        4,
+        MTP,
+        DYNAMIC | TP2 | SP | per_rank(64) | PLACED | BUCKETS,
+    ),
     "plain optimizer": (4, {}, DYNAMIC | per_rank(32) | {"optimizer__use_distributed_optimizer": False}),
 }
 FAST = (
@@ -224,6 +250,8 @@ FAST = (
     "placed, 2 ranks",
     "placed, cp4, a2a 2 inside and p2p across",
     "placed, dynamic, 3 ranks, all_gather",
+    "buckets, 4 ranks, cp2",
+    "buckets, experts, ep2",
     "experts, tp2 sp, decentralized",
     "hybrid with experts, ep2, whole in tp2 sp",
 )
@@ -306,6 +334,7 @@ DYNAMIC_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (4, per_rank(32) | {"model__expert_model_parallel_size": 2}),
     "ep4 cp2": (4, CP2 | per_rank(32) | {"model__expert_model_parallel_size": 4}),
     "full recomputation": (4, FULL | per_rank(32)),
+    "buckets, ep2": (4, per_rank(32) | EP2 | BUCKETS),
 }
 
 

@@ -99,14 +99,36 @@ def test_what_a_run_writes(packed: Any, tmp_path: Path) -> None:
     assert code == 0 and packs == recorded[1]["microbatches"]
 
 
-@pytest.mark.parametrize("placement", ["zigzag", pytest.param("balanced", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path, placement: str) -> None:
-    more = ["train.train_iters=6", "model.hidden_dropout=0.1", f"model.packed_placement={placement}"]
+def test_a_run_has_few_packed_shapes(packed: Any, tmp_path: Path) -> None:
+    """The run logs its buckets, records them, and a preview has the same."""
+    few = "model.packed_shape_buckets=3"
+    code, text = packed("train.train_iters=2", few)
+    assert code == 0 and text.count("packed shapes: 3 numbers of tokens a rank (") == 1, text
+    lines, recorded = lines_of(tmp_path / "run"), lines_of(tmp_path / "run", "schedules.jsonl")
+    buckets = recorded[0]["token_buckets"]
+    assert len(buckets) == 3 and buckets[-1] == 64 and recorded[1]["token_buckets"] == buckets
+    code, shown = shown_by(schedule_cli, "--from-run", str(tmp_path / "run"), "--json")
+    assert code == 0 and json.loads(shown)["run"]["padding"] == pytest.approx(lines[-1]["padding_fraction"])
+    code, shown = shown_by(preview_cli, str(tmp_path / "run"), "--step", "2", "--world-size", "2", "--json")
+    groups = [g for groups in json.loads(shown[shown.index("{") :])["microbatches"] for g in groups]
+    padded = sum(group["padding"] for group in groups)
+    assert code == 0 and padded / sum(recorded[1]["lengths"]) == pytest.approx(lines[-1]["padding_fraction"])
+
+
+SLOW_WAYS = ["packed_placement=balanced", "packed_shape_buckets=3"]
+
+
+@pytest.mark.parametrize(
+    "way", ["packed_placement=zigzag", *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)]
+)
+def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path, way: str) -> None:
+    more = ["train.train_iters=6", "model.hidden_dropout=0.1", f"model.{way}"]
     assert packed(*more)[0] == 0
     (tmp_path / "run").rename(tmp_path / "first")
     assert packed(*more, "train.exit_interval=3")[0] == 0
     code, text = packed(*more)
     assert code == 0 and "resumed from iteration 3" in text, text
+    assert "packed shapes:" not in text, "the checkpoint has them"
     assert losses(tmp_path / "run") == losses(tmp_path / "first")
     assert schedules(tmp_path / "run") == schedules(tmp_path / "first")
 
