@@ -164,7 +164,7 @@ class CostModel:
         return k.fixed + (k.square * s + (k.token + k.cut)) * s + exposed + self.per_sample * self.calls(c)
 
     def added_seconds(self, lengths: ArrayLike, c: int) -> np.ndarray:
-        """Return the seconds that samples add to a pack on ``c`` ranks, shaped as ``lengths``."""
+        """Return the seconds that each sample adds to a pack on ``c`` ranks."""
         if not self.in_pieces(c):
             return self.sample_seconds(lengths, c) - self.for_size(c).fixed
         return (self.sample_seconds(lengths, 1) - self.per_microbatch) / c

@@ -114,7 +114,7 @@ def in_buckets(tokens: ArrayLike, token_buckets: Sequence[int]) -> np.ndarray:
 def tokens_per_rank(
     lengths: np.ndarray, cp_size: int, sequence_parallel_size: int = 1, *, placement: str
 ) -> np.ndarray:
-    """Return the share of each sample in a rank's limit of tokens, shaped as ``lengths``.
+    """Return each sample's share of a rank's limit of tokens, shaped as ``lengths``.
 
     With padding if samples are padded one by one. Otherwise the shares are fractions, and :func:`usable_tokens` bounds
     their sum.
