@@ -126,5 +126,6 @@ def tokens_per_rank(
 
 
 def usable_tokens(max_seqlen_per_rank: int, sequence_parallel_size: int) -> int:
-    """Return the largest number of tokens of a rank that needs no padding."""
-    return max_seqlen_per_rank // sequence_parallel_size * sequence_parallel_size
+    """Return the largest number of tokens of a rank that padding does not increase."""
+    unit = 2 * sequence_parallel_size
+    return max_seqlen_per_rank // unit * unit

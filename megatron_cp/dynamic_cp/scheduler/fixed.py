@@ -9,22 +9,15 @@ import numpy as np
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.scheduler.binning import most_room
 from megatron_cp.dynamic_cp.scheduler.problem import check_lengths, does_not_fit
-from megatron_cp.dynamic_cp.types import Group, Schedule, padded_tokens, tokens_per_rank, usable_tokens
+from megatron_cp.dynamic_cp.types import Group, Schedule, padded_length, tokens_per_rank, usable_tokens
 
 
-def smallest_cp_size(
-    longest: int,
-    num_ranks: int,
-    max_seqlen_per_rank: int,
-    sequence_parallel_size: int = 1,
-    placement: str = "zigzag",
-) -> int:
+def smallest_cp_size(longest: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int = 1) -> int:
     """Return the smallest divisor of ``num_ranks`` that holds ``longest`` tokens."""
     for size in range(1, num_ranks + 1):
-        padded = padded_tokens([longest], size, sequence_parallel_size, placement=placement)
-        if num_ranks % size == 0 and padded <= size * max_seqlen_per_rank:
+        if num_ranks % size == 0 and padded_length(longest, size, sequence_parallel_size) <= size * max_seqlen_per_rank:
             return size
-    raise does_not_fit("the longest sample", longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size, placement)
+    raise does_not_fit("the longest sample", longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
 
 
 def schedule_fixed_cp(
@@ -52,15 +45,13 @@ def schedule_fixed_cp(
         return Schedule(num_ranks, max_seqlen_per_rank, [], sequence_parallel_size)
     longest = int(ids.max())
     if cp_size is None:
-        cp_size = smallest_cp_size(longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size, cost.placement)
+        cp_size = smallest_cp_size(longest, num_ranks, max_seqlen_per_rank, sequence_parallel_size)
     if cp_size < 1 or num_ranks % cp_size:
         raise ValueError(f"cp_size={cp_size}: must divide the number of ranks ({num_ranks})")
     tokens = tokens_per_rank(ids, cp_size, sequence_parallel_size, placement=cost.placement)
     usable = usable_tokens(max_seqlen_per_rank, sequence_parallel_size)
     if tokens.max() > usable:
-        raise does_not_fit(
-            f"sample {ids.argmax()}", longest, cp_size, max_seqlen_per_rank, sequence_parallel_size, cost.placement
-        )
+        raise does_not_fit(f"sample {ids.argmax()}", longest, cp_size, max_seqlen_per_rank, sequence_parallel_size)
     replicas = num_ranks // cp_size
     step = replicas * microbatch_multiple
     bins = _level(ids, tokens, cost, cp_size, usable, step) if balanced else _in_order(tokens.tolist(), usable)

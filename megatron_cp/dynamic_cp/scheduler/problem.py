@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from megatron_cp.dynamic_cp.buddy_tree import BuddyTree, buddy_tree
 from megatron_cp.dynamic_cp.cost import CostModel, GroupCost
-from megatron_cp.dynamic_cp.types import padded_tokens, tokens_per_rank, usable_tokens
+from megatron_cp.dynamic_cp.types import padded_length, tokens_per_rank, usable_tokens
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class TooLongError(ValueError):
 
 
 def does_not_fit(
-    what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int, placement: str
+    what: str, length: int, num_ranks: int, max_seqlen_per_rank: int, sequence_parallel_size: int
 ) -> TooLongError:
     """Build the error for a sample that ``num_ranks`` ranks cannot hold."""
-    padded = padded_tokens([length], num_ranks, sequence_parallel_size, placement=placement)
+    padded = padded_length(length, num_ranks, sequence_parallel_size)
     return TooLongError(
         f"{what} of {length} tokens does not fit: {num_ranks} ranks of max_seqlen_per_rank={max_seqlen_per_rank} hold "
         f"{num_ranks * max_seqlen_per_rank} tokens, and the sample has {padded} with padding. Fix: max_seqlen_per_rank "
@@ -116,9 +116,7 @@ def make_problem(
     usable = usable_tokens(max_seqlen_per_rank, sequence_parallel_size)
     seconds[tokens > usable] = np.inf
     if s.size and not np.isfinite(seconds[-1, 0]):
-        raise does_not_fit(
-            f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size, cost.placement
-        )
+        raise does_not_fit(f"sample {order[0]}", int(s[0]), num_ranks, max_seqlen_per_rank, sequence_parallel_size)
     costs = tuple(cost.for_size(size) for size in sizes)
     return Problem(
         tree,

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from benchmarks.dynamic_cp_baselines import greedy as greedy_rule
 from megatron_cp.dynamic_cp import Group, legal_groups, padded_length, schedule, schedule_fixed_cp
-from megatron_cp.dynamic_cp.analysis.report import padding_fraction
+from megatron_cp.dynamic_cp.analysis.report import padding_fraction, rank_tokens
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.dynamic_cp.scheduler import fixed
 from megatron_cp.dynamic_cp.scheduler.gaps import Gaps
 from megatron_cp.dynamic_cp.scheduler.jobs import spread_out
 from megatron_cp.dynamic_cp.scheduler.problem import make_problem
+from megatron_cp.dynamic_cp.token_buckets import fit_to_batches
 from megatron_cp.estimate.cost_presets import NAMES, cost_preset
 from tests.functional_tests.dynamic_cp.fuzz_scheduler import configuration, failures
 from tests.unit_tests.dynamic_cp.scheduler.checks import problems
@@ -140,15 +141,26 @@ def test_packs_in_pieces_make_steps_shorter(mode):
     assert in_pieces < simulated("zigzag", "balanced")
 
 
+@pytest.mark.parametrize("placement", ["zigzag", "balanced"])
+def test_buckets_hold_every_pack_of_an_odd_limit(placement):
+    cost, lengths = replace(COST, placement=placement), [25] * 240
+    made = schedule(lengths, 8, 75, min_cp_size=8, cost=cost)
+    fit = fit_to_batches([(made, lengths)], 4, 75, placement=placement, lockstep=False)
+    tokens, _ = rank_tokens(replace(made, token_buckets=fit.tokens), lengths, placement)
+    assert tokens.max() <= 74 and len(np.unique(tokens)) <= 4
+
+
 def test_packs_in_pieces_are_not_padded_one_by_one():
     cost = replace(COST, placement="balanced")
     lengths = [9] * 64  # 16 tokens each in zigzag
     (groups,) = schedule(lengths, 8, 72, min_cp_size=8, cost=cost).microbatches
     assert len(groups) == 1 and len(groups[0].sample_ids) == 64
     assert schedule(lengths, 8, 72, min_cp_size=8, cost=COST).num_microbatches == 2
-    assert schedule([8 * 75], 8, 75, cost=cost, sequence_parallel_size=3).num_microbatches == 1
-    with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 78"):
-        schedule([8 * 75 + 1], 8, 77, cost=cost, sequence_parallel_size=3)
+    longest = 8 * 78
+    assert schedule([longest], 8, 81, cost=cost, sequence_parallel_size=3).num_microbatches == 1
+    with pytest.raises(ValueError, match="max_seqlen_per_rank of at least 84"):
+        schedule([longest + 1], 8, 81, cost=cost, sequence_parallel_size=3)
+    assert schedule([longest + 1], 8, 84, cost=cost, sequence_parallel_size=3).num_microbatches == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
