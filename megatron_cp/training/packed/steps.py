@@ -84,7 +84,7 @@ class PackedSteps:
         self._batches = DynamicBatches(
             source,
             size,
-            self._schedule,
+            partial(_with_buckets, run, self._scheduler),
             run.dynamic_groups,
             lockstep=is_lockstep(model),
             device=run.device,
@@ -133,9 +133,6 @@ class PackedSteps:
         if run.all_ranks.rank() == 0:
             logger.info("%s", fit)
 
-    def _schedule(self, lengths: Sequence[int], cost: CostModel) -> Schedule:
-        return replace(self._scheduler(lengths, cost), token_buckets=self._run.token_buckets or ())
-
     def observe(self) -> None:
         if self._plan is not None and self._costs.observe(self._plan):
             self._batches.use_cost(self._costs.cost)
@@ -168,3 +165,11 @@ class PackedSteps:
 
     def close(self) -> None:
         self._batches.close()
+
+
+def _with_buckets(run: Run, scheduler: Scheduler, lengths: Sequence[int], cost: CostModel) -> Schedule:
+    """Return a schedule with the run's buckets.
+
+    No method of :class:`PackedSteps`: a cycle of references would keep the run's groups after its end.
+    """
+    return replace(scheduler(lengths, cost), token_buckets=run.token_buckets or ())
