@@ -76,10 +76,10 @@ def fit_buckets(tokens: ArrayLike, weights: ArrayLike, number: int, limit: int, 
     The last one is ``limit``, rounded down to a multiple of ``unit``: every pack has a bucket. The others are multiples
     of ``unit``, and of about a 1,024th of ``limit``.
 
-    This is the grouping of ordered values into contiguous classes (Fisher 1958; for quantizers, Bruce 1965). The best
-    classes of the first j values, of which the last class begins after the first i, contain the best classes of the
-    first i values. So a table over j, filled once for each bucket, finds the optimum: O(number * values^2), with at
-    most 1,024 values.
+    This is the grouping of ordered values into contiguous classes (Fisher 1958; for quantizers, Bruce 1965). In an
+    optimal grouping of j values, let the last class start at value i. Then the other classes are an optimal grouping
+    of the values before i. So a table over j, filled once for each bucket, finds the optimum: O(number * values^2),
+    with at most 1,024 values.
     """
     most = limit // unit * unit
     step = -(-limit // (_GRID * unit)) * unit

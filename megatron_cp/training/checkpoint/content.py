@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ def _are_times(value: Any) -> bool:
         return False
 
 
+def _are_buckets(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [0]
+    return all(map(_AT_LEAST_ONE.accepts, numbers)) and all(low < high for low, high in pairwise(numbers))
+
+
 def _is_numpy_state(value: Any) -> bool:
     """Accept the state of numpy's MT19937.
 
@@ -98,6 +103,7 @@ _STEPS = {
     "consumed_samples": _COUNT,
     "cost?": _COST,
     "cost_of_next?": _COST,
+    "token_buckets?": {"of": {}, "tokens": _Value("a list of ascending integers of at least 1", _are_buckets)},
     "calibration?": {
         "of": {},
         "cost": _COST,

@@ -14,7 +14,7 @@ from megatron_cp.common.errors import DataError
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.runtime.iterator import DynamicBatches, SampleSource, Scheduler, StepPlan
 from megatron_cp.dynamic_cp.runtime.packing import Sample
-from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.dynamic_cp.types import Schedule, usable_tokens
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.planner.scheduling import (
     evaluation_model,
@@ -157,8 +157,9 @@ class PackedSteps:
         """
         if self._costs.load_state_dict(state.get("calibration")):
             self._batches.load_state_dict(state)
-            buckets = state.get("token_buckets", {})  # checkpoints of earlier versions have none
-            if buckets.get("tokens") and buckets["of"] == self._bucket_terms():
+            buckets, terms = state.get("token_buckets", {}), self._bucket_terms()  # none in earlier versions
+            largest = usable_tokens(terms["most_tokens"], terms["sequence_parallel_size"])
+            if buckets.get("of") == terms and buckets["tokens"][-1:] == [largest]:
                 self._run.token_buckets = tuple(buckets["tokens"])
         else:
             self._batches.load_state_dict({"consumed_samples": state["consumed_samples"]})

@@ -305,6 +305,7 @@ DYNAMIC: list[tuple[str, Any]] = [
     ("data.train.calibration.observed", [([([8], 0)], 0.5)]),
     ("data.train.calibration.observed", [([([8], 1)], math.nan)]),
     ("data.train.cost", {"unknown": 1}),
+    *[("data.train.token_buckets.tokens", tokens) for tokens in (8, ["8"], [0, 8], [8, 8], [2**40])],
 ]
 
 
@@ -324,6 +325,8 @@ def alter(folder: Path, path: str, value: Any) -> None:
         common["optimizer"] = common["optimizer"][0]
     if "calibration" in path:
         common["data"]["train"]["calibration"] = CALIBRATION | {"cost": dict(CALIBRATION["cost"])}  # type: ignore[call-overload]
+    if "token_buckets" in path:
+        common["data"]["train"]["token_buckets"] = {"of": {}, "tokens": []}
     altered(common, path, value)
     replace_object(folder, "common_state", saved([common]))
 
