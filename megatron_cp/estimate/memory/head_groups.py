@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_cp.attention.heads import GATHERED_TOKENS
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, Step, cost_of
 
+ANGLES = ATTENTION, "angles"
 
-def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, width: float, exchanged: bool) -> Step:
+
+def by_groups(
+    model: ModelConfig,
+    b: int,
+    inside: Sequence[Step],
+    q: float,
+    width: float,
+    exchanged: bool,
+    gathered: float,
+    copied: int,
+) -> Step:
     """Return projection and attention as one step.
 
-    ``inside``: the steps from the projection's output to attention's. ``q``, ``width``: bytes a token of output and
-    projection, for all heads. ``exchanged``: a transport copies them.
+    Args:
+        inside: the steps from the projection's output to attention's.
+        q, width: bytes a token of output and projection, for all heads.
+        exchanged: a transport copies them.
+        gathered: tokens that are gathered at one time under sequence parallelism.
+        copied: copies of a piece that the reduce-scatter of its gradient makes.
     """
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
@@ -24,11 +39,20 @@ def by_groups(model: ModelConfig, b: int, inside: Sequence[Step], q: float, widt
     others = (q if exchanged else -q) - lse
     if not any((ATTENTION, "qkv") in step.keeps for step in inside):
         others += width  # the projection stays until its gradient is complete
-    weight = whole * width
-    if model.sequence_parallel:
-        weight += 2 * GATHERED_TOKENS * whole  # a piece of all ranks' tokens, and its gradient
+    inside = [_with_whole_angles(step, groups) for step in inside]
+    weight = model.hidden_size * width  # the gradient of all groups
     moments = [
         Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
         for each in cost_of(inside, 0.0).moments
     ]
+    # Then a group's gradient of the weight, and under sequence parallelism that of a piece of the tokens.
+    piece, of_group = 0.0, weight / groups
+    if model.sequence_parallel:
+        piece, of_group = gathered * ((2 + copied) * whole + stream), of_group * (1 + 4 / b)
+    moments.append(Moment({}, beside + width / groups, weight + of_group + piece))
     return Step(keeps, 0.0, again=moments)
+
+
+def _with_whole_angles(step: Step, groups: int) -> Step:
+    """Return a step whose tables of rotary angles, once divided, are whole."""
+    return replace(step, keeps={key: size * (groups if key == ANGLES else 1) for key, size in step.keeps.items()})

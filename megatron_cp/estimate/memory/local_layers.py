@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
-from megatron_cp.estimate.memory.head_groups import by_groups
+from megatron_cp.estimate.memory.head_groups import ANGLES, by_groups
 from megatron_cp.estimate.memory.local_blocks import (
     after_steps,
     column_step,
@@ -38,7 +38,7 @@ __all__ = [
 CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
 
 
-def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
     channels = model.kv_channels or model.hidden_size // heads
     q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
@@ -62,14 +62,15 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         steps.append(Step({(ATTENTION, "qkv"): width}, 2 * width))
     if rotates:
         tables = 4 * channels * b / micro_batch_size
-        steps.append(Step({(ATTENTION, "angles"): tables}, width + 3 * q))
+        steps.append(Step({ANGLES: tables}, width + 3 * q))
     core = core_steps(model, b, q, k, k, q, width)
     if plain:  # keys, and queries of one or all groups, are where the projection has left them
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     if model.attention_head_groups > 1:
-        steps = [*steps[:norms], by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model))]
+        grouped = by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model), gathered, copied=1)
+        steps = [*steps[:norms], grouped]
     steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
@@ -191,7 +192,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 
 
-def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     """Return the steps of latent attention, with sizes as in :func:`attention_steps`.
 
     Keys and values come from one latent vector.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from operator import attrgetter
 from types import ModuleType
 
+from megatron_cp.attention.heads import GATHERED_TOKENS
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.job import Job
@@ -38,7 +39,7 @@ _values = attrgetter(*(field.name for field in fields(ModelConfig) if f"model.{f
 class LayerSettings:
     """The settings that layers depend on; equal for layouts that split layers alike.
 
-    Of ``job`` they depend on model, number format, microbatch size and load; on its tokens only by their tiles.
+    Of ``job`` they depend on model, number format, microbatch size and load; on its tokens only by tiles and pieces.
     """
 
     def __init__(self, job: Job, where: Platform) -> None:
@@ -47,10 +48,20 @@ class LayerSettings:
         self.tiles = tiles_of(model, job.tokens_per_rank, load, groups_experts(model, where.te_layers))
         self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
         self.offloads = where.offloads and model.offload_layer_inputs
+        in_pieces = model.attention_head_groups > 1 and model.sequence_parallel
+        self.gathered = min(GATHERED_TOKENS, job.tokens_per_rank) if in_pieces else 0.0
         self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))
-        of_platform = (self.te_layers, self.fused_norm, self.scores, self.one_tile, self.offloads, self.tiles)
+        of_platform = (
+            self.te_layers,
+            self.fused_norm,
+            self.scores,
+            self.one_tile,
+            self.offloads,
+            self.tiles,
+            self.gathered,
+        )
         self._key = (*of_platform, gemm, micro_batch_size, load, *values)
         self._hash = hash(self._key)
 
@@ -81,7 +92,7 @@ def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]
     model, b = settings.model, settings.item
     if part == "*":
         attend = layers.latent_attention_steps if model.multi_latent_attention else layers.attention_steps
-        return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size)]
+        return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size, settings.gathered)]
     if part == "E":
         steps = layers.experts_steps(model, b, settings.load)
         return tiled_experts(model, b, layers, steps, settings.tiles)
@@ -143,7 +154,8 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
     ``stays``, and beside the running layer's input another one is on its way.
     """
     stream = residual(settings.model, settings.item)
-    cost = in_sequence([layer_cost(settings, each) for each in parts])
+    *before, last = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
+    cost = in_sequence([*(beside(each, stream, 0.0) for each in before), last])  # the output's gradient stays
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size

@@ -51,7 +51,7 @@ def _norm_output(model: ModelConfig, b: int) -> float:
     return 0.0 if again else residual(model, b)
 
 
-def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
     channels = model.kv_channels or model.hidden_size // heads
     q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
@@ -65,7 +65,10 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[S
         (ours,) = local_layers.core_steps(model, b, q, k, k, q, width)
         inside[-1] = replace(ours, gradients=max(ours.gradients, core[0].gradients))
         exchanged = local_layers.exchanges_heads(model)
-        steps = [*norm_steps(model, b, "attention"), by_groups(model, b, inside, q, width, exchanged)]
+        steps = [
+            *norm_steps(model, b, "attention"),
+            by_groups(model, b, inside, q, width, exchanged, gathered, copied=0),
+        ]
     else:
         steps = [*norm_and_column_steps(model, b, "attention", width / b), *inside]
     steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
@@ -82,7 +85,7 @@ def core_steps(model: ModelConfig, q: float, k: float, v: float, out: float) -> 
     return [Step(keeps, gradients, module="core_attn", inputs=inputs)]
 
 
-def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
     q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
     v = heads * model.v_head_dim * b / tp

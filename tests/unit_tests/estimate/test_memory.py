@@ -29,6 +29,7 @@ _STAGES = dict(
     model__num_layers=4,
     train__micro_batch_size=1,
 )
+_TENSOR = dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True)
 _EXPERTS = dict(model__num_moe_experts=4, model__moe_ffn_hidden_size=80, model__num_layers=3)
 _MAMBA = dict(
     model__architecture="hybrid",
@@ -59,6 +60,7 @@ _DEPTHS = dict(
 )
 _GROUPS = dict(  # so that attention has the peak
     model__attention_head_groups=2,
+    model__num_query_groups=8,
     model__ffn_hidden_size=32,
     model__cross_entropy_chunk_size=64,
     model__recompute_granularity="full",
@@ -69,11 +71,12 @@ _GROUPS = dict(  # so that attention has the peak
 )
 LAYOUTS = {
     "dropout and sandwich norms": (1, dict(model__hidden_dropout=0.1, model__sandwich_norm=True)),
-    "sequence parallel": (2, dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True)),
+    "sequence parallel": (2, _TENSOR),
     "gathered keys": (2, dict(model__context_parallel_size=2, model__cp_comm_type="all_gather")),
     "interleaved stages, few microbatches": (2, _STAGES | dict(train__global_batch_size=2)),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),
+    "groups of heads, sequence parallel": (2, _GROUPS | _TENSOR | dict(model__attention_head_groups=4)),
     "Mamba": (1, _MAMBA),
     "depths of pieces of the loss": (1, _DEPTHS),
     "MLPs and experts in tiles": (1, _TILES),
