@@ -62,6 +62,13 @@ def test_layouts_are_ranked_and_the_rules_accept_them_as_they_are_pasted(plan):
         assert each["mfu"] < 1
 
 
+def test_stages_of_a_hybrid_have_equally_many_layers(plan):
+    """52 layers are not divisible by 8 stages, which the GPUs would allow."""
+    recipe = "nemotron_3_nano_128k_dynamic_cp_pretrain_config"
+    layouts = found(plan, "--recipe", recipe, "--gpus", "64", "--gpu", "h100", "--top", "3")["layouts"]
+    assert all(52 % each["settings"]["model.pipeline_model_parallel_size"] == 0 for each in layouts)
+
+
 def words_of(base, settings):
     return [
         f"{name}={json.dumps(value) if not isinstance(value, str) else value}"
