@@ -50,12 +50,17 @@ class TensorDifferences:
 
 
 def compare_tensors(
-    reference: list[ShardedTensor], layout: list[ShardedTensor], tolerance: float, floor: float = FLOOR
+    reference: list[ShardedTensor],
+    layout: list[ShardedTensor],
+    tolerance: float,
+    floor: float = FLOOR,
+    least: float = 0.0,
 ) -> TensorDifferences:
     """Compare shards of the same tensors, held by any ranks. Collective.
 
     Args:
         floor: share of the largest tensor's largest element that smaller tensors are compared with.
+        least: value that smaller tensors are compared with, too.
 
     Raises:
         RuntimeFault: on every rank, if the layout has a tensor that the reference lacks.
@@ -79,7 +84,7 @@ def compare_tensors(
         raise RuntimeFault(f"the reference has no parameter {', '.join(unknown[:4])}", on_all_ranks=True)
     top = max((size for _, size in errors.values()), default=0.0)
     found = [
-        WorstDifference(difference / max(size, floor * top, 1e-30), name, rank)
+        WorstDifference(difference / max(size, floor * top, least, 1e-30), name, rank)
         for rank, (sent, _, _) in enumerate(gathered)
         for name, (difference, size) in sent.items()
     ]
