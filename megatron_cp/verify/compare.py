@@ -160,7 +160,11 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
         _compare_rates(reference.rates, result.rates),
         compare_tensors(reference.gradients, result.gradients, GRADIENT_TOLERANCE),
         compare_tensors(
-            reference.updates, result.updates, UPDATE_TOLERANCE, UPDATE_FLOOR, _full_step(reference, layout)
+            reference.updates,
+            result.updates,
+            UPDATE_TOLERANCE,
+            UPDATE_FLOOR,
+            _full_step(reference, layout.optimizer.optimizer),
         ),
         ranks=ranks,
         probe=reference.probe or result.probe,
@@ -169,13 +173,13 @@ def _compare(reference: Measurement, layout: RunConfig, ranks: RankLayout, secon
     )
 
 
-def _full_step(reference: Measurement, layout: RunConfig) -> float:
+def _full_step(reference: Measurement, optimizer: str) -> float:
     """Return how far Adam can move a weight; 0 for other optimizers.
 
     It divides a gradient by its own size or by its epsilon. So rounding of a gradient moves all weights alike, also
     those of an expert with few tokens, which hardly change.
     """
-    return sum(map(max, reference.rates)) if layout.optimizer.optimizer == "adam" else 0.0
+    return sum(map(max, reference.rates)) if optimizer == "adam" else 0.0
 
 
 def _largest_difference(reference: list[StepResult], steps: list[StepResult]) -> float:
