@@ -82,8 +82,9 @@ class Space:
         if "|" in pattern:  # the pattern assigns layers to stages
             return [pp for pp in [pattern.split("/")[0].count("|") + 1] if ranks % pp == 0]
         layers = len(self.case.config.model.layer_types)
-        even = bool(pattern)  # a hybrid's stages have equally many layers, where the pattern has no stages
-        return [pp for pp in divisors(ranks) if pp <= layers and not (even and layers % pp)]
+        if pattern:  # equally many layers a stage
+            return [pp for pp in divisors(ranks) if layers % pp == 0]
+        return [pp for pp in divisors(ranks) if pp <= layers]
 
     def _slices(self, tp: int, cp: int) -> bool:
         """Return whether a sample divides into equal shards that are not too small."""

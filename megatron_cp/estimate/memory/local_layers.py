@@ -192,7 +192,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 
 
-def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
     """Return the steps of latent attention, with sizes as in :func:`attention_steps`.
 
     Keys and values come from one latent vector.

@@ -91,8 +91,11 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
 def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]:
     model, b = settings.model, settings.item
     if part == "*":
-        attend = layers.latent_attention_steps if model.multi_latent_attention else layers.attention_steps
-        return [_with_scores(settings, step) for step in attend(model, b, settings.micro_batch_size, settings.gathered)]
+        if model.multi_latent_attention:
+            steps = layers.latent_attention_steps(model, b, settings.micro_batch_size)
+        else:
+            steps = layers.attention_steps(model, b, settings.micro_batch_size, settings.gathered)
+        return [_with_scores(settings, step) for step in steps]
     if part == "E":
         steps = layers.experts_steps(model, b, settings.load)
         return tiled_experts(model, b, layers, steps, settings.tiles)

@@ -85,7 +85,7 @@ def core_steps(model: ModelConfig, q: float, k: float, v: float, out: float) -> 
     return [Step(keeps, gradients, module="core_attn", inputs=inputs)]
 
 
-def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
+def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) -> list[Step]:
     tp, heads, stream = model.tensor_model_parallel_size, model.num_attention_heads, residual(model, b)
     q = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) * b / tp
     v = heads * model.v_head_dim * b / tp
