@@ -244,7 +244,8 @@ def test_a_bad_line_is_named(packed: RunConfig, lines: Any, tmp_path: Path, line
     assert not list((tmp_path / "cache").iterdir()), "nothing half done stays"
 
 
-def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path) -> None:
+def test_bad_json_files(packed: RunConfig, lines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the checkout may have runs/quickstart
     with pytest.raises(DataError, match="has no text"):
         stream(packed, lines({"text": ""}), 5)
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read: No such file"):
