@@ -35,18 +35,19 @@ class Links:
         bandwidth = min(device.intra_bandwidth, device.inter_bandwidth * here)
         return total * (size - 1) / size / bandwidth + device.inter_latency * math.log2(size)
 
-    def exchange(self, size: int, stride: int, held: float) -> float:
-        """Estimate seconds of an all-to-all.
+    def exchange(self, size: int, stride: int, held: float, tensors: int = 1) -> float:
+        """Estimate seconds of an all-to-all of ``tensors``, one after the other.
 
-        held: bytes sent by each rank, in equal parts to all ranks.
+        held: bytes of all of them that each rank sends, in equal parts to all ranks.
         """
         if size == 1:
             return 0.0
         device, here = self.device, self.on_a_node(size, stride)
         inside = held * (here - 1) / size / device.intra_bandwidth
         if here == size:
-            return inside + device.intra_latency
-        return max(inside, held * (size - here) / size / device.inter_bandwidth) + device.inter_latency
+            return inside + tensors * device.intra_latency * math.log2(size)
+        outside = held * (size - here) / size / device.inter_bandwidth
+        return max(inside, outside) + tensors * device.inter_latency * math.log2(size)
 
     def exposed_copy(self, held: float, seconds: float) -> float:
         """Estimate the exposed seconds of a copy to or from host memory.

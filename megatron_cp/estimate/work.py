@@ -136,9 +136,9 @@ def _exchanged(
     of_heads = rank.cp // ring
     seconds = 0.0
     if HEADS in transport.levels and of_heads > 1:
-        for elements in (queries / 2 + keys, queries / 2):  # queries, keys and values; then outputs
+        for elements, tensors in ((queries / 2 + keys, 3), (queries / 2, 1)):  # queries, keys and values; then outputs
             held = rank.tokens * elements * rank.item / groups
-            seconds += groups * links.exchange(of_heads, rank.tp, held)
+            seconds += groups * links.exchange(of_heads, rank.tp, held, tensors)
     if ring > 1:
         stride, held = rank.tp * of_heads, rank.tokens * keys * rank.item * (2 if backward else 1)
         if transport.hops or transport.hierarchical:
