@@ -65,11 +65,15 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
 def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:
     """Return a lower bound of the step time, in seconds.
 
-    Assumes perfect balance and no context parallel messages.
+    Assumes perfect balance, no context parallel messages, and for groups of a fixed size at least the longest sample.
     """
     job = packed_job(case, lengths)
     once, work, _ = _split_work(job, lengths, time)
-    return sum(work.values()) / job.layout.dp + sum(once.values())
+    seconds = sum(work.values()) / job.layout.dp
+    if not case.config.model.dynamic_context_parallel:
+        longest = _split_work(job, (max(lengths),), time)[1]
+        seconds = max(seconds, sum(longest.values()))
+    return seconds + sum(once.values())
 
 
 def _split_work(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, float], dict[str, float], float]:

@@ -13,7 +13,7 @@ from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
 from megatron_cp.estimate.job import MemoryEstimate, TimeEstimate
 from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
-from megatron_cp.planner.packed import least_seconds, packed_time
+from megatron_cp.planner.packed import least_seconds, packed_job, packed_time
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
 from megatron_cp.rules.job import job_of
@@ -22,7 +22,7 @@ from megatron_cp.rules.remedies import Case
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
 _ATTENTION_RULES = "BCDE"  # rule sections that depend on the ranks of one CP group only
 _MOST_SHOWN = 12  # most layouts reported that do not fit
-_MOST_SIMULATED = 40  # most layouts whose packs are scheduled, 0.1 s each
+_MOST_SIMULATED = 60  # most layouts whose packs are scheduled before only these are ranked, 0.1 s each
 _MOST_CHECKED = 40  # most frontier layouts checked against the rules
 _MOST_REFUSED = 500  # most layouts that the rules reject before any is accepted
 _MOST_BASES = 100  # most bases with estimates of all memory savings
@@ -53,7 +53,8 @@ class Search:
 
     def __init__(self, space: Space, capacity: float, models: Models) -> None:
         self._space, self._capacity, self._models = space, capacity, models
-        self._examined = self._simulated = self._refusals = 0
+        self._examined = self._refusals = 0
+        self._simulated: dict[str, TimeEstimate] = {}  # by settings
         self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
         self._count = itertools.count()
@@ -62,32 +63,35 @@ class Search:
         """Find the ``count`` fastest layouts, the frontier, and layouts that do not fit.
 
         A priority queue orders layouts by a lower bound of their step time. The first bound assumes no memory savings
-        and a free transport. Removal from the queue replaces the bound by an estimate with savings and transport.
+        and a free transport. Removal from the queue replaces it by one with savings, and then by an estimate.
         """
         queue: list[tuple[float, int, _Base, int, int]] = []
 
-        def push(seconds: float, base: _Base, step: int = -1, transport: int = 0) -> None:
+        def push(seconds: float, base: _Base, step: int = -1, transport: int = -1) -> None:
             heapq.heappush(queue, (seconds, next(self._count), base, step, transport))
 
         for base in self._bases():
-            push(self._least_seconds(base), base)
+            push(self._least_seconds(base, 0), base)
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
-        too_large: list[tuple[Settings, Settings | None]] = []
-        while queue and len(fitting) < count and not self._gives_up(found_any=bool(fitting)):
-            _, _, base, step, transport = heapq.heappop(queue)
-            if base.division in fitting:
+        too_large: list[tuple[float, Settings, Settings | None]] = []
+        while queue and len(fitting) < count and (fitting or self._refusals < _MOST_REFUSED):
+            seconds, _, base, step, transport = heapq.heappop(queue)
+            if base.division in fitting or (transport < 0 and len(self._simulated) >= _MOST_SIMULATED):
                 continue
             if step < 0:
                 first = self._first_that_fits(base)
                 if first is None:
-                    too_large.append((base.at(-1), None))
+                    too_large.append((seconds, base.at(-1), None))
                     continue
                 if first > 0:
-                    too_large.append((base.at(first - 1), base.at(first)))
+                    too_large.append((seconds, base.at(first - 1), base.at(first)))
                 bases.append(base)
-                for number in range(len(base.transports)):
-                    push(self._time(base.at(first, number)).seconds, base, first, number)
+                push(self._least_seconds(base, first), base, first)
+                continue
+            if transport < 0:
+                for number in self._transports_to_estimate(base, step):
+                    push(self._time(base.at(step, number)).seconds, base, step, number)
                 continue
             found = self.estimate(base.at(step, transport))
             if found.memory.total > self._capacity:  # the transport's buffers do not fit
@@ -119,7 +123,7 @@ class Search:
             for schedule in self._space.schedules(grid) if transports else ():
                 yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
 
-    def _least_seconds(self, base: _Base) -> float:
+    def _least_seconds(self, base: _Base, step: int) -> float:
         """Return a lower bound of the step time, in seconds.
 
         Assumes enough memory, and a free transport that does not divide attention over the sequence.
@@ -127,8 +131,8 @@ class Search:
         whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
         if self._space.lengths is not None:
             self._examined += 1
-            return least_seconds(self._case(base.at(0) | whole), self._space.lengths, self._models.time)
-        time = self._time(base.at(0) | whole)
+            return least_seconds(self._case(base.at(step) | whole), self._space.lengths, self._models.time)
+        time = self._time(base.at(step) | whole)
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def _first_that_fits(self, base: _Base) -> int | None:
@@ -138,6 +142,20 @@ class Search:
         steps = range(len(base.steps) - 1)
         fitting = (step for step in steps if self._memory(base.at(step)).total <= self._capacity)
         return next(fitting, len(base.steps) - 1)
+
+    def _transports_to_estimate(self, base: _Base, step: int) -> Sequence[int]:
+        """Return the numbers of the transports to estimate.
+
+        Of packs only the fastest for equal packs, which takes no schedule.
+        """
+        numbers, lengths = range(len(base.transports)), self._space.lengths
+        if lengths is None:
+            return numbers
+
+        def seconds(number: int) -> float:
+            return self._models.time(packed_job(self._case(base.at(step, number)), lengths)).seconds
+
+        return [min(numbers, key=seconds)]
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
         """Return whether a CP group can use a transport.
@@ -168,8 +186,10 @@ class Search:
         self._examined += 1
         case, lengths = self._case(settings), self._space.lengths
         if lengths is not None:
-            self._simulated += 1
-            return packed_time(case, lengths, self._models)
+            key = str(settings)
+            if key not in self._simulated:
+                self._simulated[key] = packed_time(case, lengths, self._models)
+            return self._simulated[key]
         job = job_of(case)
         assert job is not None
         return self._models.time(job)
@@ -181,36 +201,53 @@ class Search:
         self.refused, self._refusals = refused, self._refusals + 1
         return False
 
-    def _gives_up(self, found_any: bool) -> bool:
-        return self._simulated >= _MOST_SIMULATED if found_any else self._refusals >= _MOST_REFUSED
-
     def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
-        """Yield the Pareto frontier of time and memory, fastest first."""
+        """Yield the Pareto frontier of time and memory, fastest first.
+
+        A time is estimated only where memory is below that of all faster layouts.
+        """
         accepted, checked, least = {str(each.settings) for each in fitting}, 0, 0.99 * self._capacity
-        more = [self.estimate(base.at(step)) for base in bases[:_MOST_BASES] for step in range(len(base.steps))]
-        for each in sorted([*fitting, *more], key=lambda each: each.order):
-            if each.memory.total >= 0.98 * least or checked == _MOST_CHECKED:
+        queue: list[tuple[Any, int, Settings, MemoryEstimate, Estimated | None]] = []
+
+        def push(order: Any, settings: Settings, memory: MemoryEstimate, found: Estimated | None = None) -> None:
+            heapq.heappush(queue, (order, next(self._count), settings, memory, found))
+
+        for base in bases[:_MOST_BASES]:
+            for step in range(len(base.steps)):
+                push((self._least_seconds(base, step),), base.at(step), self._memory(base.at(step)))
+        for each in fitting:
+            push(each.order, each.settings, each.memory, each)
+        while queue and checked < _MOST_CHECKED:
+            _, _, settings, memory, found = heapq.heappop(queue)
+            if memory.total >= 0.98 * least:
                 continue
-            if str(each.settings) not in accepted:
-                checked += 1
-                if not self._accepted(each.settings):
+            if found is None:
+                if len(self._simulated) >= 2 * _MOST_SIMULATED:
                     continue
-            least = each.memory.total
-            yield each
+                found = Estimated(settings, memory, self._time(settings))
+                push(found.order, settings, memory, found)
+                continue
+            if str(settings) not in accepted:
+                checked += 1
+                if not self._accepted(settings):
+                    continue
+            least = memory.total
+            yield found
 
     def _too_large(
-        self, found: Sequence[tuple[Settings, Settings | None]], fitting: Sequence[Estimated]
-    ) -> Iterator[TooLarge]:
-        seen: set[tuple[Any, ...]] = set()
-        estimated = [(self.estimate(settings), remedy) for settings, remedy in found[:_MOST_BASES]]
-        for each, remedy in sorted(estimated, key=lambda pair: pair[0].order):
-            division = tuple(each.settings[name] for name in DIVISION)
-            if division in seen or len(seen) == _MOST_SHOWN:
-                continue
-            seen.add(division)
-            if self._accepted(each.settings):
-                near = sorted((other.settings for other in fitting), key=_changes(each.settings))
-                yield TooLarge(each, remedy or next(iter(near), None))
+        self, found: Sequence[tuple[float, Settings, Settings | None]], fitting: Sequence[Estimated]
+    ) -> Sequence[TooLarge]:
+        """Return layouts that do not fit, one per division, fastest first.
+
+        found: lower bound of the seconds, settings, and settings that fit.
+        """
+        shown: dict[tuple[Any, ...], TooLarge] = {}
+        for _, settings, remedy in sorted(found[:_MOST_BASES], key=lambda each: each[0]):
+            division = tuple(settings[name] for name in DIVISION)
+            if division not in shown and len(shown) < _MOST_SHOWN and self._accepted(settings):
+                near = sorted((other.settings for other in fitting), key=_changes(settings))
+                shown[division] = TooLarge(self.estimate(settings), remedy or next(iter(near), None))
+        return sorted(shown.values(), key=lambda each: each.layout.order)
 
 
 def _changes(settings: Settings) -> Callable[[Settings], int]:

@@ -17,6 +17,7 @@ from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.estimate.device import load_device
 from megatron_cp.estimate.memory import memory_estimate
+from megatron_cp.planner import search
 from megatron_cp.planner.found import Models
 from megatron_cp.planner.packed import packed_time
 from megatron_cp.planner.request import Amount, amount, model_recipe
@@ -150,6 +151,20 @@ def test_experts_may_lie_on_more_ranks_than_share_samples():
     lengths = (512,) * 60 + (32768,) * 2
     estimated = packed_time(Case(config, 16, 8, Environment.of("gpu")), lengths, Models.on(load_device("h100"), 8))
     assert 0 < estimated.kinds["matrix products"] < estimated.seconds
+
+
+def test_a_search_of_packs_schedules_few_layouts(monkeypatch):
+    """Each takes 0.1 s. The best are among those with the lowest bounds, and the frontier takes as many again."""
+    scheduled = []
+    monkeypatch.setattr(search, "_MOST_SIMULATED", 5)
+    monkeypatch.setattr(search, "packed_time", lambda *args: scheduled.append(1) or packed_time(*args))
+    config = with_overrides(load_recipe(RECIPE), ["model.sequence_packing_scheduler=default_dynamic_cp"])
+    lengths, models = (512,) * 60 + (32768,) * 2, Models.on(load_device("h100"), 8)
+    space = Space(Case(config, 16, 8, Environment.of("gpu")), (), 8, lengths)
+    best = Search(space, 72 * 2**30, models).run(3)
+    assert len(scheduled) <= 5 + 5 + search._MOST_SHOWN and best.fitting and best.frontier
+    shown = [each.layout.time.seconds for each in best.too_large]
+    assert shown == sorted(shown)
 
 
 @pytest.mark.parametrize(
