@@ -248,3 +248,19 @@ def test_a_fit_finds_the_speeds_of_a_device() -> None:
     asked = job(num_layers=24, seq_length=16384)
     assert seconds(asked, found) == pytest.approx(seconds(asked, true), rel=0.05)
     assert fit_device(H100, predict, measured).mean_error < 0.02
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_messages_of_groups_of_heads_hide_behind_other_groups(groups: int) -> None:
+    """Not those of the first on its way there, nor of the last on its way back."""
+    device = replace(H100, overlap={**H100.overlap, "cp": 1.0})
+
+    def exposed(overlap: bool, attention: float = 1.0, count: int = groups) -> float:
+        model = {"attention_head_groups": count, "overlap_head_groups": overlap, "num_query_groups": 32}
+        asked = job(batch=1, layout={"cp": 8}, cp_comm_type="a2a", seq_length=2**20, **model)
+        speeds = device.attention_flops[0] * attention, device.attention_flops[1] * attention
+        return time_estimate(asked, replace(device, attention_flops=speeds)).kinds["exposed cp"]
+
+    assert exposed(True) == pytest.approx(exposed(False) / groups)
+    assert exposed(True, attention=1e9) == pytest.approx(exposed(False))  # nothing to hide behind
+    assert exposed(True, count=1) == exposed(False, count=1)
