@@ -6,6 +6,12 @@ Both sides share one model, and whole steps are timed.
 
 Both sides recompute whole layers. Prints the median of the ratios of neighbouring steps, of the ranks' processor time:
 other programs on the machine do not count.
+
+With ``--latency`` both sides have groups, with and without overlap of their messages, and time passes on the clock.
+Then each exchange arrives that many seconds after it was sent, and a wait sleeps until then: so time in which something
+is computed is not waited for again.
+
+    python benchmarks/head_groups.py --ranks 2 --transport a2a --seq 2048 --groups 4 --latency 0.02
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 
 from benchmarks.gloo_ranks import run_on_ranks
+from megatron_cp.attention.transports import comm
 from megatron_cp.models.layers.head_groups import HeadGroupsAttention, ProjectionByGroups
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.training.setup import Run
@@ -58,6 +65,62 @@ def set_groups(run: Run, groups: int) -> None:
             module.linear_qkv.__class__ = ColumnParallelLinear if groups == 1 else ProjectionByGroups
 
 
+def set_overlap(run: Run, overlap: bool) -> None:
+    for module in (module for chunk in run.model for module in chunk.modules()):
+        if isinstance(module, HeadGroupsAttention):
+            module.overlap = overlap
+
+
+class Delayed(comm.PendingReceive[Any]):
+    """Messages that arrive ``latency`` seconds after they were sent, or later."""
+
+    latency = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._there = time.perf_counter() + self.latency
+
+    def wait(self) -> Any:
+        time.sleep(max(0.0, self._there - time.perf_counter()))
+        return super().wait()
+
+
+def measure_overlap(arguments: argparse.Namespace) -> None:
+    run, batches = start(config(arguments))
+    Delayed.latency = arguments.latency
+    comm.PendingReceive = Delayed  # type: ignore[misc]  # this process ends after it
+
+    def seconds(overlap: bool) -> float:
+        set_overlap(run, overlap)
+        microbatches = next(batches).microbatches
+        dist.barrier()
+        begin = time.perf_counter()
+        train_step(run, microbatches)
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    for groups in arguments.groups:
+        set_groups(run, groups)
+        seconds(False), seconds(True)
+        pairs = [(seconds(False), seconds(True)) for _ in range(arguments.pairs)]
+        report(arguments, f"{groups} groups, {1000 * arguments.latency:g} ms", "s without overlap", pairs)
+    run.close()
+
+
+def report(arguments: argparse.Namespace, what: str, unit: str, pairs: list[tuple[float, float]]) -> None:
+    """Print the median of the first side, and of the ratios, on the first rank."""
+    if dist.get_rank():
+        return
+    ratios = [second / first for first, second in pairs]
+    quartiles = statistics.quantiles(ratios, n=4)
+    print(
+        f"{arguments.ranks} ranks, {arguments.transport}, {arguments.seq} tokens, {what}: "
+        f"{statistics.median(first for first, _ in pairs):.2f} {unit}, ratio "
+        f"{statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})",
+        flush=True,
+    )
+
+
 def measure(arguments: argparse.Namespace) -> None:
     run, batches = start(config(arguments))
 
@@ -71,15 +134,7 @@ def measure(arguments: argparse.Namespace) -> None:
     for groups in arguments.groups:
         seconds(1), seconds(groups)
         pairs = [(seconds(1), seconds(groups)) for _ in range(arguments.pairs)]
-        ratios = sorted(grouped / whole for whole, grouped in pairs)
-        if dist.get_rank() == 0:
-            quartiles = statistics.quantiles(ratios, n=4)
-            print(
-                f"{arguments.ranks} ranks, {arguments.transport}, {arguments.seq} tokens, {groups} groups: "
-                f"{statistics.median(whole for whole, _ in pairs):.2f} s of processors without, ratio "
-                f"{statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})",
-                flush=True,
-            )
+        report(arguments, f"{groups} groups", "s of processors without", pairs)
     run.close()
 
 
@@ -92,8 +147,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--groups", type=lambda text: [int(each) for each in text.split(",")], default=[2, 4])
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--latency", type=float, help="seconds of each exchange; compare with and without overlap")
     arguments = parser.parse_args()
-    run_on_ranks(arguments.ranks, measure, arguments)
+    run_on_ranks(arguments.ranks, measure if arguments.latency is None else measure_overlap, arguments)
 
 
 if __name__ == "__main__":

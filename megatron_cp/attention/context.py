@@ -98,8 +98,8 @@ class SavedResult:
     """Result of a call's kernels, for a second call that has a backward pass only.
 
     A call without ``out`` sets ``lse``, the log-sum-exp of all keys in the transport's own order. A call with both
-    starts no kernel, and returns ``out`` [s_local, b, heads, d]. So a caller may drop queries, keys and values after
-    the forward pass, and compute them again, but not attention.
+    starts no kernel, and returns ``out`` [s, b, heads, d]. So a caller may drop queries, keys and values after the
+    forward pass, and compute them again, but not attention.
     """
 
     lse: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pkgutil
 from numbers import Real
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair, SavedResult
+from megatron_cp.attention.context import AttentionCall, CPContext, GroupOrPair
 from megatron_cp.attention.eager import never_compiled
 from megatron_cp.attention.placement.layout import AnyLayout, PlacedLayout
 from megatron_cp.attention.sharding import Layout, read_offsets
+from megatron_cp.attention.stages import StagedAttention
 from megatron_cp.attention.tiles import Mask
+from megatron_cp.attention.transports.all_to_all import Inner
 from megatron_cp.attention.transports.comm import Peers
 from megatron_cp.attention.transports.registry import RING
 from megatron_cp.attention.transports.ring import ring_attention
@@ -91,7 +94,18 @@ def context_parallel_attention(
 
 
 @never_compiled
-def attend_in_context(
+def attend_in_context(context: CPContext, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Compute :func:`context_parallel_attention` in a context built before.
+
+    ``options``: those of :func:`stages_in_context`.
+    """
+    packed = query.ndim == 3
+    out = stages_in_context(context, query, key, value, **options).attend()
+    return out.squeeze(1) if packed else out
+
+
+@never_compiled
+def stages_in_context(
     context: CPContext,
     query: Tensor,
     key: Tensor,
@@ -106,13 +120,11 @@ def attend_in_context(
     deterministic: bool = False,
     transformer_engine: bool = False,
     max_logits: Tensor | None = None,
-    saved: SavedResult | None = None,
-) -> Tensor:
-    """Compute :func:`context_parallel_attention` in a context built before.
+) -> StagedAttention:
+    """Check a call of attention, and return it, not yet computed.
 
     On a GPU ``transformer_engine`` lets its kernels compute what each rank has to. ``max_logits`` [heads] is raised, in
     place, to each head's largest scaled score of the pairs that this rank computes: all ranks' maximum is the whole's.
-    ``saved``: see :class:`SavedResult`; its ``out`` has four dimensions, also of packs.
     """
     packed = cu_seqlens is not None or placed is not None
     if context.size > 1 and dist.get_debug_level() != dist.DebugLevel.OFF:
@@ -127,20 +139,22 @@ def attend_in_context(
     layout = _layout_of(context, query.shape[0], cu_seqlens, cu_seqlens_padded, placed)
     if packed:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-    rows = query.shape[0]
+    padding = query.shape[0] - layout.rows
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
     query, scale = _with_positive_scale(query, scale)
-    if saved is not None and saved.out is not None:
-        saved = SavedResult(saved.lse, saved.out[: layout.rows])
-    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine, max_logits, saved)
-    if rows == layout.rows:
-        out = _transport(context, query, key, value, softmax_offset, call)
-    else:
-        # Rows after the last sequence are excluded.
+    if padding:  # rows after the last sequence are excluded
         query, key, value = (x[: layout.rows] for x in (query, key, value))
-        out = _transport(context, query, key, value, softmax_offset, call)
-        out = torch.cat([out, out.new_zeros((rows - layout.rows, *out.shape[1:]))])
-    return out.squeeze(1) if packed else out
+    call = AttentionCall(layout, mask, scale, deterministic, transformer_engine, max_logits)
+    inner, peers = _transport(context, layout.rows)
+    return StagedAttention(inner, [query, key, value], softmax_offset, call, peers, padding)
+
+
+def _transport(context: CPContext, rows: int) -> tuple[Inner, Peers]:
+    """Return attention of exchanged heads, and the ranks that exchange them."""
+    if rows == 0 or context.size == 1:
+        return functools.partial(ring_attention, peers=Peers.alone()), Peers.alone()
+    run = pkgutil.resolve_name(context.transport.run)
+    return functools.partial(run, peers=context.p2p_peers), context.a2a_peers
 
 
 def _layout_of(
@@ -188,15 +202,6 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale >= _FLOAT32.tiny:
         return query, scale
     return (-query, -scale) if scale <= -_FLOAT32.tiny else (query * scale, 1.0)
-
-
-def _transport(
-    context: CPContext, query: Tensor, key: Tensor, value: Tensor, softmax_offset: Tensor | None, call: AttentionCall
-) -> Tensor:
-    if call.layout.rows == 0 or context.size == 1:
-        return ring_attention(query, key, value, softmax_offset, call, Peers.alone())
-    run = pkgutil.resolve_name(context.transport.run)
-    return run(query, key, value, softmax_offset, call, *context.peers)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, packed: bool, softmax_offset: Tensor | None) -> None:

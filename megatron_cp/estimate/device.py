@@ -42,6 +42,8 @@ class Device:
     intra_bandwidth, inter_bandwidth: bytes/s per GPU within a node and between nodes.
     host_bandwidth: bytes/s of copies to host memory and of copies back, each; the data sheet's. 0: nothing is copied.
     intra_latency, inter_latency: seconds per message or two-rank collective; n ranks take log2(n) times as long.
+    message_serial: fraction of the latency that each further tensor of an all-to-all adds: 0 where one kernel sends all
+        (NCCL), 1 where each is a message of its own (gloo).
     overlap: fraction of each group's communication that computation can hide.
     call_seconds: host time of an attention call and layer, if each sample of a pack needs calls of its own (on CPUs).
     """
@@ -65,6 +67,7 @@ class Device:
     step_seconds: float = 5e-3
     intra_latency: float = 18e-6
     inter_latency: float = 30e-6
+    message_serial: float = 0.0
     overlap: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
     call_seconds: float = 0.0
 

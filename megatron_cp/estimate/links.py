@@ -36,18 +36,19 @@ class Links:
         return total * (size - 1) / size / bandwidth + device.inter_latency * math.log2(size)
 
     def exchange(self, size: int, stride: int, held: float, tensors: int = 1) -> float:
-        """Estimate seconds of an all-to-all of ``tensors``, one after the other.
+        """Estimate seconds of an all-to-all of ``tensors``.
 
         held: bytes of all of them that each rank sends, in equal parts to all ranks.
         """
         if size == 1:
             return 0.0
         device, here = self.device, self.on_a_node(size, stride)
+        latencies = (1 + device.message_serial * (tensors - 1)) * math.log2(size)
         inside = held * (here - 1) / size / device.intra_bandwidth
         if here == size:
-            return inside + tensors * device.intra_latency * math.log2(size)
+            return inside + device.intra_latency * latencies
         outside = held * (size - here) / size / device.inter_bandwidth
-        return max(inside, outside) + tensors * device.inter_latency * math.log2(size)
+        return max(inside, outside) + device.inter_latency * latencies
 
     def exposed_copy(self, held: float, seconds: float) -> float:
         """Estimate the exposed seconds of a copy to or from host memory.

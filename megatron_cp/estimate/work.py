@@ -70,13 +70,12 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
     if (count := model.attention_head_groups) > 1:
-        # The backward pass projects, rotates and exchanges again. Each group starts kernels of its own. Under sequence
-        # parallelism each gathers the input once forward and twice backward, and reduces its gradient.
+        # The backward pass projects and rotates again. Each group starts kernels of its own. Under sequence parallelism
+        # each gathers the input once forward and twice backward, and reduces its gradient.
         projected = rank.products(shapes[0]).plus(rotated)
-        exchanged = core._replace(attention=0.0, elementwise=0.0, kernels=0)
         more = sum(each.kernels for each in (projected, core)) * (count - 1)
         forward = forward.plus(NOTHING._replace(kernels=more))
-        backward = backward.plus(projected).plus(exchanged).plus(NOTHING._replace(kernels=3 * more))
+        backward = backward.plus(projected).plus(NOTHING._replace(kernels=3 * more))
         if rank.split > 1:
             forward = forward.plus(rank.of_tensor_parallel(hidden, count - 1))
             backward = backward.plus(rank.of_tensor_parallel(hidden, 3 * count - 2))
@@ -91,27 +90,33 @@ def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, 
     heads, groups: query and key-value heads on this tensor parallel rank.
     """
     device, (qk, v) = rank.device, head_dims(model)
-    per_pair = 2 * (qk + v) * heads * (2.5 if backward else 1)
     scores = rank.square * heads / rank.cp * device.score_bytes * (1.5 if backward else 1)
-    pairs = rank.square if device.score_bytes else rank.pairs
-    flops = per_pair * pairs / rank.cp
     total = NOTHING
     transports = known_transports(model.transports) or (RING,)
     for transport in transports:
         rings = _ring_size(rank, transport)
-        length = rank.longest / rings
-        seconds = flops / device.attention_flops[backward] * (1 + device.attention_half / max(1.0, length))
+        seconds = _kernels(model, rank, heads, rings, backward)
         merged = MERGED * (rings - 1) * rank.tokens * heads * v / device.memory_bandwidth if transport.hops else 0.0
+        sent = _heads_exchanged(model, rank, transport, heads * (qk + v), groups * (qk + v), seconds, backward)
+        sent += _keys_sent(rank, transport, groups * (qk + v), seconds, backward)
+        if backward and model.attention_head_groups > 1:  # again, because only the output was kept
+            forward = _kernels(model, rank, heads, rings, backward=False)
+            sent += _keys_sent(rank, transport, groups * (qk + v), forward, backward=False)
         work = Work(
             attention=seconds,
             elementwise=scores / device.memory_bandwidth + merged,
-            cp=_exchanged(
-                rank, transport, heads * (qk + v), groups * (qk + v), seconds, backward, model.attention_head_groups
-            ),
+            cp=sent,
             kernels=(2 if backward else 1) * rings * (4 if device.score_bytes else 1),
         )
         total = total.plus(work, 1 / len(transports))
     return total
+
+
+def _kernels(model: ModelConfig, rank: Rank, heads: float, rings: int, backward: bool) -> float:
+    """Return the seconds of the attention kernels."""
+    device, pairs = rank.device, rank.square if rank.device.score_bytes else rank.pairs
+    flops = 2 * sum(head_dims(model)) * heads * (2.5 if backward else 1) * pairs / rank.cp
+    return flops / device.attention_flops[backward] * (1 + device.attention_half / max(1.0, rank.longest / rings))
 
 
 def _ring_size(rank: Rank, transport: Transport) -> int:
@@ -120,33 +125,45 @@ def _ring_size(rank: Rank, transport: Transport) -> int:
     return 1 if transport.exchanges_heads else rank.cp
 
 
-def _exchanged(
-    rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool, groups: int
+def _heads_exchanged(
+    model: ModelConfig, rank: Rank, transport: Transport, queries: float, keys: float, attention: float, backward: bool
 ) -> float:
-    """Estimate exposed seconds of a transport.
+    """Estimate exposed seconds of exchanges of sequence for heads.
 
     queries: elements per token of queries and outputs.
     keys: elements per token of keys and values.
-    attention: seconds of the attention kernels, which ring messages overlap.
-    groups: of heads, whose messages are sent one after the other.
+    attention: seconds of the attention kernels.
     """
-    if rank.cp == 1:
+    of_heads, groups = rank.cp // _ring_size(rank, transport), model.attention_head_groups
+    if HEADS not in transport.levels or of_heads < 2:
         return 0.0
+    # Queries, keys and values; then outputs. The backward pass of groups has those and their gradients.
+    times = 2 if backward and groups > 1 else 1
+    there, back = (
+        times * rank.links.exchange(of_heads, rank.tp, rank.tokens * elements * rank.item / groups, tensors)
+        for elements, tensors in ((queries / 2 + keys, 3), (queries / 2, 1))
+    )
+    hidden = 0.0
+    if model.overlap_head_groups and groups > 1:
+        # The next group is on its way there while one is computed, and the one before it on its way back.
+        for beside in (there, *[there + back] * (groups - 2), back):
+            hidden += rank.device.overlap["cp"] * min(attention / groups, beside)
+    return groups * (there + back) - hidden
+
+
+def _keys_sent(rank: Rank, transport: Transport, keys: float, attention: float, backward: bool) -> float:
+    """Estimate exposed seconds of keys and values that come to queries.
+
+    Arguments as above; the kernels overlap messages of a ring.
+    """
     links, ring = rank.links, _ring_size(rank, transport)
-    of_heads = rank.cp // ring
-    seconds = 0.0
-    if HEADS in transport.levels and of_heads > 1:
-        for elements, tensors in ((queries / 2 + keys, 3), (queries / 2, 1)):  # queries, keys and values; then outputs
-            held = rank.tokens * elements * rank.item / groups
-            seconds += groups * links.exchange(of_heads, rank.tp, held, tensors)
-    if ring > 1:
-        stride, held = rank.tp * of_heads, rank.tokens * keys * rank.item * (2 if backward else 1)
-        if transport.hops or transport.hierarchical:
-            hidden = rank.device.overlap["cp"] * attention * (ring - 1) / ring
-            seconds += max(rank.device.intra_latency, (ring - 1) * links.hop(ring, stride, held) - hidden)
-        else:
-            seconds += links.gather(ring, stride, held * ring)
-    return seconds
+    if ring == 1:
+        return 0.0
+    stride, held = rank.tp * (rank.cp // ring), rank.tokens * keys * rank.item * (2 if backward else 1)
+    if transport.hops or transport.hierarchical:
+        hidden = rank.device.overlap["cp"] * attention * (ring - 1) / ring
+        return max(rank.device.intra_latency, (ring - 1) * links.hop(ring, stride, held) - hidden)
+    return links.gather(ring, stride, held * ring)
 
 
 def _activation(model: ModelConfig, rank: Rank, elements: float, backward: bool) -> Work:

@@ -97,6 +97,7 @@ def with_head_groups(layer: ModuleSpec, build: Build, experts: bool) -> None:
         if not build.model.has_local_rotary:
             attention.module = HeadGroupsAttention
         attention.params["head_groups"] = build.model.attention_head_groups
+        attention.params["overlap"] = build.model.overlap_head_groups
         attention.submodules.linear_qkv = ProjectionByGroups
         if build.with_te:  # its projection has the norm inside; in checkpoints the norm keeps that name
             layer.submodules.input_layernorm = build.norm

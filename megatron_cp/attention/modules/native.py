@@ -18,10 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_cp.attention.context import CPContext, GroupOrPair, SavedResult
-from megatron_cp.attention.functional import attend_in_context
+from megatron_cp.attention.context import CPContext, GroupOrPair
+from megatron_cp.attention.functional import attend_in_context, stages_in_context
 from megatron_cp.attention.modules.configured import configured_context, learnable_softmax_offset, transport_of_layer
 from megatron_cp.attention.modules.probe import ProbeInputs
+from megatron_cp.attention.stages import StagedAttention
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports.registry import transport_named
 from megatron_cp.parallel.device import device
@@ -99,13 +100,12 @@ class ContextParallelAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         heads: slice | None = None,
-        saved: SavedResult | None = None,
-    ) -> Tensor:
+    ) -> Tensor | StagedAttention:
         """Map [s_local, b, heads, d] to [s_local, b, heads * d_v]; packs without b.
 
         ``key`` and ``value`` may have fewer heads. ``attn_mask_type`` overrides the configured one. A group in
         ``packed_seq_params`` (dynamic context parallelism) applies to this call. ``heads``: which of this rank's query
-        heads are given; None: all. ``saved``: see :class:`SavedResult`.
+        heads are given; their attention is returned not yet computed.
         """
         where = f"ContextParallelAttention, layer {self.layer_number}"
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -129,7 +129,8 @@ class ContextParallelAttention(MegatronModule):
         lead, dim_v = query.shape[:-2], value.shape[-1]
         if packed and query.ndim == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
-        out = attend_in_context(
+        attend = attend_in_context if heads is None else stages_in_context
+        out = attend(
             self._context_of(packed_seq_params, query.shape[-2]),
             query,
             key,
@@ -143,9 +144,8 @@ class ContextParallelAttention(MegatronModule):
             deterministic=self.config.deterministic_mode,
             transformer_engine=self._with_transformer_engine,
             max_logits=_of_heads(self.max_logits, heads) if self.training else None,
-            saved=saved,
         )
-        return out.reshape(*lead, query.shape[-2] * dim_v)
+        return out.reshape(*lead, query.shape[-2] * dim_v) if isinstance(out, Tensor) else out
 
     def probe_inputs(self) -> ProbeInputs:
         """Return inputs for :func:`megatron_cp.attention.modules.probe.probe_attention`."""

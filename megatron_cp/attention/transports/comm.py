@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Tags of messages between two ranks that may overlap. A hop uses its tag and the next, an exchange two for each index.
+# Tags of messages between two ranks that may overlap. A hop uses its tag and the next, an exchange those of its index.
 KV_TAG, GRAD_TAG, EXCHANGE_TAG = 10, 20, 30
+TAGS_OF_EXCHANGE = 10  # an exchange of heads has up to five tensors, each in two parts
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ def exchange[T](
 ) -> PendingReceive[T]:
     """Send ``outgoing[r]`` to each rank r, and fill ``incoming[r]``.
 
-    Each has up to two tensors, as many as the other rank expects. An all-to-all without buffers, whose parts may lie
-    anywhere. Overlapping exchanges need different ``index``.
+    Each has up to ten tensors, as many as the other rank expects. An all-to-all without buffers, whose parts may lie
+    anywhere. All are one launch on a GPU. Overlapping exchanges need different ``index``.
     """
-    operations, sent = [], []
+    operations, sent, first = [], [], EXCHANGE_TAG + TAGS_OF_EXCHANGE * index
     others = [rank for rank in range(peers.size) if rank != peers.rank]
     for rank in others:
-        for tag, part in enumerate(outgoing[rank], EXCHANGE_TAG + 2 * index):
+        for tag, part in enumerate(outgoing[rank], first):
             sent.append(part.contiguous())
             operations.append(dist.P2POp(dist.isend, sent[-1], group=peers.group, tag=tag, group_peer=rank))
-        for tag, part in enumerate(incoming[rank], EXCHANGE_TAG + 2 * index):
+        for tag, part in enumerate(incoming[rank], first):
             operations.append(dist.P2POp(dist.irecv, part, group=peers.group, tag=tag, group_peer=rank))
     return PendingReceive(content, dist.batch_isend_irecv(operations) if operations else [], keep=sent)
 

@@ -54,10 +54,11 @@ class Transport:
     """One way for attention's rows to reach other context-parallel ranks.
 
     name: the value of ``model.cp_comm_type``.
-    run: ``module:function`` of ``(query, key, value, softmax_offset, call, *peers)``, with the peers of each level;
-        returns attention over all ranks' tokens, [s_local, b, h, d], differentiable.
+    run: ``module:function`` of ``(query, key, value, softmax_offset, call, peers)``, with the ranks of :data:`KEYS`
+        (one without this level); returns attention over their tokens, [s_local, b, h, d], differentiable.
     levels: levels of the groups, :data:`HEADS`, :data:`KEYS` or both; both require
-        ``hierarchical_context_parallel_sizes``.
+        ``hierarchical_context_parallel_sizes``. Ranks of :data:`HEADS` exchange sequence for heads around ``run``
+        (:mod:`.all_to_all`).
     hops: keys and values come in a message a rank, which needs enough tokens to be hidden behind compute.
     auto: rank of preference for ``cp_comm_type=auto``; None: never chosen.
     in_two_levels: replacement for a packed microbatch whose group has more ranks than divide the heads.
@@ -99,11 +100,12 @@ class Transport:
 
 
 _HERE = "megatron_cp.attention.transports"
+_RING = f"{_HERE}.ring:ring_attention"
 _HOPS = CostTerms(hops=True)
 
 RING = Transport(
     "p2p",
-    run=f"{_HERE}.ring:ring_attention",
+    run=_RING,
     levels=(KEYS,),
     cost=_HOPS,
     te_since=TESince("1.0.0", packs=ALWAYS, different_head_dims="2.8.0"),
@@ -124,7 +126,7 @@ ALL_GATHER = Transport(
 )
 ALL_TO_ALL = Transport(
     "a2a",
-    run=f"{_HERE}.all_to_all:all_to_all_attention",
+    run=_RING,
     levels=(HEADS,),
     cost=CostTerms(hops=False, by_heads=True),
     te_since=TESince(
@@ -144,7 +146,7 @@ ALL_TO_ALL = Transport(
 )
 HIERARCHICAL = Transport(
     "a2a+p2p",
-    run=f"{_HERE}.hierarchical:hierarchical_attention",
+    run=_RING,
     levels=(HEADS, KEYS),
     cost=_HOPS,
     te_since=TESince("1.12.0", packs="2.19.0", different_head_dims="2.8.0"),

@@ -69,5 +69,8 @@ class Memory:
     )
     mlp_chunks_for_training: int = size(1, "chunks of the sequence that an MLP computes one by one", LAYOUT)
     attention_head_groups: int = size(1, "groups of heads that attention projects and computes one by one", LAYOUT)
+    overlap_head_groups: bool = setting(
+        False, "exchange a group of heads with other ranks while the group before it is computed", LAYOUT
+    )
     calculate_per_token_loss: bool = setting(True, "sum the loss and divide once by the number of unmasked tokens")
     deterministic_mode: bool = setting(False, "use deterministic kernels", LAYOUT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, Step, cost_of
@@ -40,6 +41,7 @@ def by_groups(
     if not any((ATTENTION, "qkv") in step.keeps for step in inside):
         others += width  # the projection stays until its gradient is complete
     inside = [_with_whole_angles(step, groups) for step in inside]
+    others += _neighbours(model, inside[:-1], q, width)
     weight = model.hidden_size * width  # the gradient of all groups
     moments = [
         Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
@@ -49,10 +51,28 @@ def by_groups(
     piece, of_group = 0.0, weight / groups
     if model.sequence_parallel:
         piece, of_group = gathered * ((2 + copied) * whole + stream), of_group * (1 + 4 / b)
-    moments.append(Moment({}, beside + width / groups, weight + of_group + piece))
+    waiting = (width + _neighbours(model, inside[:-1], q, width)) / groups
+    moments.append(Moment({}, beside + waiting, weight + of_group + piece))
     return Step(keeps, 0.0, again=moments)
 
 
 def _with_whole_angles(step: Step, groups: int) -> Step:
     """Return a step whose tables of rotary angles, once divided, are whole."""
     return replace(step, keeps={key: size * (groups if key == ANGLES else 1) for key, size in step.keeps.items()})
+
+
+def _neighbours(model: ModelConfig, local: Sequence[Step], q: float, width: float) -> float:
+    """Return the bytes of the groups before and after the one that is computed.
+
+    local: the steps before the exchange. Times the number of groups, as they are.
+    """
+    cp, levels = model.context_parallel_size, model.hierarchical_context_parallel_sizes
+    ranks = {size for each in known_transports(model.transports) for size in each.head_ranks(cp, levels)}
+    if not model.overlap_head_groups or max(ranks, default=1) < 2:
+        return 0.0
+    kept = {key: size for step in local for key, size in step.keeps.items()}
+    kept.setdefault((ATTENTION, "qkv"), width)  # until its gradient is complete
+    copies = 2 - 1 / max(ranks)  # received, and the others' parts of what is sent
+    on_its_way = sum(kept.values()) + copies * (width + 2 * q)  # also the output and its gradient
+    back = sum(kept.values()) + copies * width
+    return on_its_way + (back if model.attention_head_groups > 2 else 0.0)

@@ -5,12 +5,16 @@ layer's input. Here those of one group exist at a time, forward and backward. A 
 query heads: neighbouring rows of ``linear_qkv``'s weight. What stays for the backward pass is the layer's input, the
 output, and the log-sum-exp of each query: queries, keys and values are projected and exchanged again, but attention is
 not computed again.
+
+With ``overlap`` the messages of a group, of transports that exchange heads, are on their way while the group before it
+is computed, and its results go back while the one after it is. Then tensors of up to three groups exist at a time.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,28 +32,28 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_cp.attention.context import SavedResult
 from megatron_cp.attention.heads import GATHERED_TOKENS
 from megatron_cp.attention.merge import accumulation_dtype
 from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.attention.stages import StagedAttention
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.private_names import rotary_scale
 
-# (projection [s, b, queries + keys + values of a group], number of the group, result) -> output [s, b, heads * d]
-Attend = Callable[[Tensor, int, SavedResult], Tensor]
+# (projection [s, b, queries + keys + values of a group], number of the group) -> its attention
+Attend = Callable[[Tensor, int], StagedAttention]
 
 
 class HeadGroupsAttention(SelfAttention):
-    """Self-attention by ``head_groups`` groups of heads.
+    """Self-attention by ``head_groups`` groups of heads, with or without ``overlap``.
 
     For training and evaluation with this project's core attention, after a norm that is a module of its own.
     """
 
     linear_qkv: ProjectionByGroups
 
-    def __init__(self, *args: Any, head_groups: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_groups: int, overlap: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.head_groups = head_groups
+        self.head_groups, self.overlap = head_groups, overlap
 
     def forward(
         self,
@@ -73,26 +77,25 @@ class HeadGroupsAttention(SelfAttention):
         cp_group = self.pg_collection.cp  # a microbatch's own, which is no longer set in the backward pass
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
 
-        def attend(mixed: Tensor, group: int, saved: SavedResult) -> Tensor:
+        def attend(mixed: Tensor, group: int) -> StagedAttention:
             query, key, value = self._split(mixed)
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
             if angles is not None:
                 query, key = self._rotate((query, key), angles, packed_seq_params if packed else None, cp_group)
             heads = query.shape[-2]
-            out = self.core_attention(
+            return self.core_attention(
                 *(query, key, value, attention_mask),
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params,
                 heads=slice(group * heads, (group + 1) * heads),
-                saved=saved,
             )
-            return out.reshape(*mixed.shape[:2], -1)
 
         inside = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
         parameters = [each for module in (*inside, self.core_attention) for each in module.parameters()]
-        out = self.linear_qkv(hidden_states, attend, self.head_groups, self.hidden_size_per_attention_head, parameters)
+        size = self.hidden_size_per_attention_head
+        out = self.linear_qkv(hidden_states, attend, self.head_groups, self.overlap, size, parameters)
         return self.linear_proj(out)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,12 +137,14 @@ class ProjectionByGroups(ColumnParallelLinear):
         unfused.gradient_accumulation_fusion = False
         super().__init__(*args, config=unfused, **kwargs)
 
-    def forward(self, hidden: Tensor, attend: Attend, groups: int, head_dim: int, parameters: list[Tensor]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, attend: Attend, groups: int, overlap: bool, head_dim: int, parameters: list[Tensor]
+    ) -> Tensor:
         """Map [s, b, h] to [s, b, heads * d].
 
         ``parameters``: other parameters that ``attend`` uses.
         """
-        work = _Work(attend, groups, head_dim, self.tp_group, self.sequence_parallel, self.allreduce_dgrad)
+        work = _Work(attend, groups, overlap, head_dim, self.tp_group, self.sequence_parallel, self.allreduce_dgrad)
         return _ByGroups.apply(work, hidden, self.weight, self.bias, *parameters)
 
 
@@ -153,10 +158,25 @@ class _Work:
 
     attend: Attend
     groups: int
+    overlap: bool
     head_dim: int
     tp_group: Any
     sequence_parallel: bool
     sum_gradients: bool
+
+    def run(self, stages_of: Callable[[int], Iterator[None]]) -> None:
+        """Run the stages of all groups, each group's in order.
+
+        With overlap the first stage of a group, after which its messages are on their way, comes before the second of
+        the group before it, which waits for those of that group and computes; and the third, which waits for the
+        results, comes after the second of the next one. Else group after group.
+        """
+        groups = [stages_of(group) for group in range(self.groups)]
+        turns: Iterable[Sequence[Iterator[None]]] = ([group] * 3 for group in groups)
+        if self.overlap:
+            turns = (groups[max(0, turn - 2) : turn + 1][::-1] for turn in range(self.groups + 2))
+        for stages in itertools.chain.from_iterable(turns):
+            next(stages, None)
 
     def rows(self, group: int, whole: int) -> slice:
         share = whole // self.groups
@@ -208,13 +228,17 @@ class _ByGroups(torch.autograd.Function):
     ) -> Tensor:
         whole: Tensor | None = None
         denominators: list[Tensor | None] = []
-        for group in range(work.groups):
-            saved = SavedResult()
-            out = work.attend(work.project(hidden, weight, bias, group), group, saved)
+
+        def stages_of(group: int) -> Iterator[None]:
+            nonlocal whole
+            attention = work.attend(work.project(hidden, weight, bias, group), group)
+            out, lse = yield from attention.forward(group % 2)
             if whole is None:
-                whole = out.new_empty((*out.shape[:-1], out.shape[-1] * work.groups))
-            whole[..., work.rows(group, whole.shape[-1])] = out
-            denominators.append(saved.lse)
+                whole = out.new_empty((*out.shape[:2], work.groups * out.shape[2] * out.shape[3]))
+            whole[..., work.rows(group, whole.shape[-1])] = out.flatten(2)
+            denominators.append(lse)
+
+        work.run(stages_of)
         assert whole is not None
         ctx.save_for_backward(hidden, weight, bias, whole, *denominators, *parameters)
         ctx.work = work
@@ -229,21 +253,23 @@ class _ByGroups(torch.autograd.Function):
         dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
         sums: list[Tensor | None] = [None] * len(parameters)
-        for group in range(work.groups):
+
+        def stages_of(group: int) -> Iterator[None]:
             columns, rows = work.rows(group, whole.shape[-1]), work.rows(group, weight.shape[0])
             mixed = work.project(hidden, weight, bias, group).requires_grad_()
-            known = whole[..., columns].unflatten(-1, (-1, work.head_dim)).contiguous()
             with torch.enable_grad():
-                out = work.attend(mixed, group, SavedResult(denominators[group], known))
-            del known
-            gradients = torch.autograd.grad(out, (mixed, *parameters), dwhole[..., columns], allow_unused=True)
-            del out, mixed
-            dmixed, *others = gradients
+                attention = work.attend(mixed, group)
+            out, dout = (x[..., columns].unflatten(-1, (-1, work.head_dim)) for x in (whole, dwhole))
+            inputs = mixed, *parameters
+            dmixed, *others = yield from attention.backward(out, denominators[group], dout, inputs, group % 2)
+            del mixed, inputs, attention
+            assert dmixed is not None
             dweight[rows] = work.add_gradients(dmixed, hidden, weight[rows], dhidden)
             if dbias is not None:
                 torch.sum(dmixed, (0, 1), out=dbias[rows])
-            del gradients, dmixed
-            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
+            sums[:] = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
+
+        work.run(stages_of)
         if work.sum_gradients:
             dhidden = reduce_from_tensor_model_parallel_region(dhidden, work.tp_group)
         return None, dhidden, dweight, dbias, *sums

@@ -69,6 +69,7 @@ _GROUPS = dict(  # so that attention has the peak
     dataset__seq_length=1024,
     train__micro_batch_size=1,
 )
+_OVERLAP = _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a", model__overlap_head_groups=True)
 LAYOUTS = {
     "dropout and sandwich norms": (1, dict(model__hidden_dropout=0.1, model__sandwich_norm=True)),
     "sequence parallel": (2, _TENSOR),
@@ -76,6 +77,11 @@ LAYOUTS = {
     "interleaved stages, few microbatches": (2, _STAGES | dict(train__global_batch_size=2)),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),
+    "groups of heads, overlapped": (2, _OVERLAP),
+    "four groups of normalized heads, overlapped": (
+        2,
+        _OVERLAP | dict(model__attention_head_groups=4, model__qk_layernorm=True),
+    ),
     "groups of heads, sequence parallel": (2, _GROUPS | _TENSOR | dict(model__attention_head_groups=4)),
     "Mamba": (1, _MAMBA),
     "depths of pieces of the loss": (1, _DEPTHS),

@@ -228,8 +228,10 @@ def test_activations_of_32_bits_take_twice_the_bytes() -> None:
 
 def test_an_all_to_all_has_a_latency_each_way() -> None:
     slow, asked = replace(H100, intra_latency=1.0), job(layout={"cp": 8}, cp_comm_type="a2a")
-    messages = (3 + 1) * 2 * 8 * asked.microbatches  # q, k, v there, output back, forward and backward, in eight layers
-    assert time_estimate(asked, slow).kinds["exposed cp"] == pytest.approx(messages * math.log2(8), rel=0.01)
+    for serial, tensors in ((0.0, 1 + 1), (1.0, 3 + 1)):  # q, k, v there, output back
+        messages = tensors * 2 * 8 * asked.microbatches  # forward and backward, in eight layers
+        found = time_estimate(asked, replace(slow, message_serial=serial)).kinds["exposed cp"]
+        assert found == pytest.approx(messages * math.log2(8), rel=0.01)
 
 
 def test_a_fit_finds_the_speeds_of_a_device() -> None:
@@ -249,3 +251,19 @@ def test_a_fit_finds_the_speeds_of_a_device() -> None:
     asked = job(num_layers=24, seq_length=16384)
     assert seconds(asked, found) == pytest.approx(seconds(asked, true), rel=0.05)
     assert fit_device(H100, predict, measured).mean_error < 0.02
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_messages_of_groups_of_heads_hide_behind_other_groups(groups: int) -> None:
+    """Not those of the first on its way there, nor of the last on its way back."""
+    device = replace(H100, overlap={**H100.overlap, "cp": 1.0})
+
+    def exposed(overlap: bool, attention: float = 1.0, count: int = groups) -> float:
+        model = {"attention_head_groups": count, "overlap_head_groups": overlap, "num_query_groups": 32}
+        asked = job(batch=1, layout={"cp": 8}, cp_comm_type="a2a", seq_length=2**20, **model)
+        speeds = device.attention_flops[0] * attention, device.attention_flops[1] * attention
+        return time_estimate(asked, replace(device, attention_flops=speeds)).kinds["exposed cp"]
+
+    assert exposed(True) == pytest.approx(exposed(False) / groups)
+    assert exposed(True, attention=1e9) == pytest.approx(exposed(False))  # nothing to hide behind
+    assert exposed(True, count=1) == exposed(False, count=1)

@@ -52,3 +52,24 @@ def head_groups_need_plain_attention(c: Context) -> Iterator[Finding]:
         yield Finding(_FIELD, f"cannot be combined with {NAME.model.attention_output_gate}", "=1")
     else:
         yield from c.te_findings("D15")
+
+
+@rule(
+    "D16",
+    "Overlap of groups of heads needs groups, and ranks that exchange their heads.",
+    "Only messages of heads travel while another group is computed. A ring and a gather are inside attention. Where "
+    "nothing is exchanged, groups are computed as without it.",
+    broken(model=dict(overlap_head_groups=True)),
+    severity="warning",
+)
+def head_groups_overlap_messages(c: Context) -> Iterator[Finding]:
+    field, groups = NAME.model.overlap_head_groups, c.model.attention_head_groups
+    if not c.model.overlap_head_groups:
+        return
+    exchanging = max((size for each in c.transports for size in each.head_ranks(c.max_cp, c.levels)), default=1)
+    if groups < 2:
+        yield Finding(field, f"has no effect with {_FIELD}={groups}", "=false")
+    elif exchanging < 2:
+        names = " and ".join(each.name for each in c.transports) or "no transport"
+        message = f"has no effect: {names} over {c.max_cp} ranks sends no heads"
+        yield Finding(field, message, "=false")

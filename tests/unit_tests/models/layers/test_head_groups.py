@@ -1,29 +1,41 @@
 """Attention by groups of heads has the gradients of all heads at once.
 
-The memory of a group is tested too.
+With overlap they are the same to the last bit. The memory of a group is tested too.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp.attention.transports import comm, ring
 from megatron_cp.models.layers import head_groups
 from megatron_cp.models.layers.head_groups import HeadGroupsAttention
 from megatron_cp.parallel.collectives import sum_over_ranks
 from tests.ranks import run_ranks
-from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts.cases import CP2, HCP, SP, TP2, over
+from tests.training_runs import Losses, start, tiny_config, train_losses
+from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, SP, TP2, over
 
 Overrides = dict[str, Any]
 SINKS = {"model__softmax_type": "learnable", "model__window_size": [9, 0]}
 NORMS = {"model__qk_layernorm": True, "model__add_qkv_bias": True}
 MANY = {"model__num_query_groups": 8}
+A2A = CP2 | over("a2a")
+LEVELS = HCP | {"model__context_parallel_size": 4}
+OVERLAP = {"model__overlap_head_groups": True}
+DYNAMIC = {
+    "model__dynamic_context_parallel": True,
+    "model__sequence_packing_scheduler": "default_dynamic_cp",
+    "model__max_seqlen_per_dp_cp_rank": 64,
+    "dataset__kind": "mock_documents",
+}
 
 
 class Live(TorchDispatchMode):
@@ -99,6 +111,107 @@ def test_gradients_equal_those_of_all_heads_at_once(
         for name, value in expected.items():
             # Only sums over groups are in another order.
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def both(ranks: int, overrides: Overrides, packed: bool) -> None:
+    """Compare output and gradients with and without overlap, on one rank."""
+    waiting: list[int] = []
+
+    class Watched(comm.PendingReceive):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            waiting.append(id(self))
+
+        def wait(self) -> Any:
+            waiting.remove(id(self))  # once
+            return super().wait()
+
+    comm.PendingReceive, plain = Watched, comm.PendingReceive
+    try:
+        (expected, _), (found, _) = (gradients(overrides | more, packed) for more in ({}, OVERLAP))
+    finally:
+        comm.PendingReceive = plain
+    assert not waiting
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "groups", "packed"),
+    [
+        (2, A2A | MANY | SINKS, 4, False),
+        (2, A2A | NORMS, 2, True),
+        (4, CP4 | over("a2a") | NORMS, 2, False),  # each key/value head is on two ranks
+        (4, LEVELS | SINKS, 4, True),
+        (4, LEVELS | NORMS | MANY, 4, False),
+        (4, TP2 | SP | A2A | NORMS | SINKS | {"model__num_query_groups": 4}, 2, False),
+        (4, TP2 | A2A | MANY, 2, True),
+        pytest.param(2, CP2 | over("all_gather") | NORMS, 4, False, marks=pytest.mark.slow),
+        pytest.param(2, CP2 | over("p2p"), 2, True, marks=pytest.mark.slow),
+        (1, SINKS, 2, True),
+    ],
+)
+def test_overlap_changes_no_bit(ranks: int, overrides: Overrides, groups: int, packed: bool) -> None:
+    run_ranks(both, ranks, ranks, overrides | {"model__attention_head_groups": groups}, packed)
+
+
+def calls(overrides: Overrides) -> list[str]:
+    """Return exchanges, waits and kernels of attention in order, on one rank."""
+    log: list[str] = []
+
+    def logged(name: str, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    class Logged(comm.PendingReceive):
+        def wait(self) -> Any:
+            log.append("wait")
+            return super().wait()
+
+    with (
+        patch.object(comm, "PendingReceive", Logged),
+        patch.object(comm, "exchange", logged("send", comm.exchange)),
+        patch.object(ring, "attend", logged("kernel", ring.attend)),
+        patch.object(ring, "attend_backward", logged("kernel", ring.attend_backward)),
+    ):
+        gradients(overrides)
+    return log
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_messages_of_a_group_start_before_the_kernel_of_the_last(overlap: bool) -> None:
+    """A group's tensors are sent, waited for and computed, and its results too."""
+    groups = A2A | MANY | {"model__attention_head_groups": 4, "model__overlap_head_groups": overlap}
+    (found, _) = run_ranks(calls, 2, groups)
+    compute, alone = ["wait", "kernel", "send"], ["send", "wait", "kernel", "send", "wait"] * 4
+    first = ["send", "send", *compute]  # of the second group, and the first is computed
+    between = ["send", *compute, "wait"]
+    overlapped = [*first, *between, *between, *compute, "wait", "wait"]
+    expected = (overlapped if overlap else alone) * 2  # forward and backward
+    assert found[-len(expected) :] == expected  # after those of the start
+
+
+def losses(runs: list[Overrides]) -> list[Losses]:
+    return [train_losses(overrides, 2) for overrides in runs]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, A2A | MANY),
+        pytest.param(4, CP4 | over("a2a") | MANY | DYNAMIC, marks=pytest.mark.slow),
+    ],
+)
+def test_overlap_changes_no_bit_of_training(ranks: int, overrides: Overrides) -> None:
+    """With full recomputation, and in groups that change with the microbatch."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    base = overrides | {f"model__{name}": value for name, value in full.items()} | {"model__attention_head_groups": 2}
+    for expected, found in run_ranks(losses, ranks, [base, base | OVERLAP]):
+        assert found == expected
 
 
 def test_memory_falls_with_the_groups() -> None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-from megatron_cp.attention import merge
+from megatron_cp.attention import functional, merge
 from megatron_cp.attention.modules import native as core_attention
 from megatron_cp.attention.tiles import Mask
-from megatron_cp.attention.transports import all_to_all, comm, hierarchical, ring
+from megatron_cp.attention.transports import all_to_all, comm, ring
 from megatron_cp.dynamic_cp.runtime import packing
 from megatron_cp.mcore import patches
 from megatron_cp.models.layers.mamba import exchange
@@ -97,7 +98,7 @@ def reversed_heads() -> Patch:
 
         return reversing
 
-    return changed(all_to_all._Exchange, "spread", change)
+    return changed(all_to_all.HeadExchange, "spread", change)
 
 
 @fault("all-gather: ranks repeat their own keys and values", CP4 | over("all_gather"), PROBE)
@@ -112,10 +113,12 @@ def skipped_all_gather() -> Patch:
 
 @fault("hierarchical: the two levels are swapped", CP4 | HCP, PROBE)
 def swapped_levels() -> Patch:
-    def change(attention: Callable) -> Callable:
-        return lambda *given: attention(*given[:-2], given[-1], given[-2])
+    def change(transport: Callable) -> Callable:
+        return lambda context, rows: transport(
+            replace(context, a2a_peers=context.p2p_peers, p2p_peers=context.a2a_peers), rows
+        )
 
-    return changed(hierarchical, "hierarchical_attention", change)
+    return changed(functional, "_transport", change)
 
 
 @fault("windows: one token too long", CP4 | WINDOW, FORWARD)
