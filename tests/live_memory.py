@@ -5,6 +5,7 @@ They are counted at their peak, which the memory model predicts.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ _KINDS = {
 }
 RESIDUAL = "activations: residual"
 WORK = "buffers"
+# Seconds for gloo's threads. One of them holds the tensors of a collective until it runs again, after wait() returned,
+# and needs Python's lock to free them. NCCL has no such threads.
+_LET_GO = 0.002
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class LiveMemory(TorchDispatchMode):
         self._modules: list[tuple[str, str]] = []
         self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
         self.detailed = False
+        self._communicated = False
         for buffer in get_global_memory_buffer().buffer.values():  # that of gathered tokens stays
             self._see(buffer, Origin(WORK, "gathered", "", tuple(buffer.shape)))
         for kind, tensor in states_of(run):
@@ -76,6 +81,10 @@ class LiveMemory(TorchDispatchMode):
                     self._see(value, Origin(WORK, "batch", "", tuple(value.shape)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        communicates = function.namespace == "c10d"
+        if self._communicated and not communicates:
+            time.sleep(_LET_GO)
+        self._communicated = communicates
         output = function(*args, **(kwargs or {}))
         if self._modules and torch._C._current_graph_task_id() == -1:
             self._claim(args)
