@@ -11,13 +11,13 @@ from megatron_cp.estimate.memory.tape import RESIDUAL, Step
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     """Return the step of a residual norm; RMSNorm also keeps its input and root."""
-    stream = residual(model, b)
-    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
+    stream, root = residual(model, b), b / sequence_parts(model)
+    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): root}
     work = 3 * stream
     if model.normalization == "RMSNorm":
         keeps[RESIDUAL, f"{name} normalized"] = stream
     else:
-        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
+        keeps[RESIDUAL, f"{name} root"] = 2 * root
         work = 2 * stream
     return [Step(keeps, work)]
 
@@ -50,7 +50,7 @@ def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
     """Return the steps of sandwich norm and dropout, before the residual is added."""
     stream, steps = residual(model, b), []
     if model.sandwich_norm:
-        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
+        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): b / sequence_parts(model)}
         if model.normalization == "RMSNorm":
             keeps[RESIDUAL, f"{name} after normalized"] = stream
         steps.append(Step(keeps, 3 * stream))

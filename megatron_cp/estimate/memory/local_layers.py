@@ -184,7 +184,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps.append(Step(keeps, out + out / local + 3 * e / local))
     forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
     if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
-        forward += 3 * out + topk / parts * inside - stream
+        forward += 3 * out + topk / parts * inside - 2 * stream
     else:
         forward += 2 * out
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))

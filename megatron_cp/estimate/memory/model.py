@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
@@ -77,9 +77,14 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         waiting[0] = [weight] * (len(costs[0]) - len(ending)) + [0.0] * len(ending)
     elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
         waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
-    worst = [_worst(parts, tokens, more) for parts, more in zip(costs, waiting, strict=True)]
-    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
     states = backward_states(model, stage, job.microbatches)
+    before: dict[str, float] = {}
+    if len(chunks) == 1 and job.microbatches > states[0][1][0]:
+        # Variables of the schedule hold tensors of the backward pass before: the gradient that came, and by the
+        # output's graph the input. The gradient that is sent is among what stages exchange.
+        before = {RESIDUAL: stream * (stage > 0), "buffers": stream * (not last)}
+    worst = [_worst(parts, tokens, more, before) for parts, more in zip(costs, waiting, strict=True)]
+    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
     chunk, under_way = max(
         states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
     )
@@ -175,12 +180,16 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk, received: bool, ends_
     return again + [layer_cost(settings, part) for parts in rest for part in parts]
 
 
-def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:
-    """Return what a backward pass adds at its peak: sum, kinds, place.
+def _worst(
+    parts: Sequence[PartCost], tokens: float, waiting: Sequence[float], before: Mapping[str, float]
+) -> tuple[float, Kinds, int]:
+    """Return what a microbatch adds at its peak: sum, kinds, place.
 
-    waiting: bytes that other gradients hold while a part's backward pass runs.
+    waiting: bytes that other gradients hold while a part's backward pass runs. before: bytes that the microbatch before
+    still holds while a forward pass runs.
     """
-    total, most, place = 0.0, -math.inf, 0
+    total, most, place, peak = 0.0, -math.inf, 0, parts[0].moments[0]
+    left = sum(before.values())
     known: set[int] = set()
     for number in reversed(range(len(parts))):
         part = parts[number]
@@ -188,14 +197,16 @@ def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -
         if id(part) in known:  # the same, with less beside it
             continue
         known.add(id(part))
-        if (here := total + part.worst(tokens).total(tokens) + waiting[number]) > most:
-            most, place = here, number
+        moment = part.worst(tokens, left, waiting[number])
+        if (here := total + moment.total(tokens) + (left if moment.forward else waiting[number])) > most:
+            most, place, peak = here, number, moment
     added: Kinds = defaultdict(float)
     for part in parts[place:]:
         for kind, size in part.kept.items():
             added[kind] -= size * tokens
-    moment = parts[place].worst(tokens)
-    for kind, size in moment.kept.items():
+    for kind, size in peak.kept.items():
         added[kind] += size * tokens
-    added["buffers"] += moment.gradients * tokens + moment.weight + waiting[place]
+    added["buffers"] += peak.gradients * tokens + peak.weight + waiting[place] * (not peak.forward)
+    for kind, size in before.items():
+        added[kind] += size * peak.forward
     return most, added, place

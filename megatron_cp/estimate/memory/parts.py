@@ -121,7 +121,7 @@ def in_sequence(parts: Sequence[PartCost]) -> PartCost:
     for part in parts:
         before = Counter(kept)
         moments += [
-            Moment({**before, **{k: before[k] + v for k, v in moment.kept.items()}}, moment.gradients, moment.weight)
+            replace(moment, kept={**before, **{k: before[k] + v for k, v in moment.kept.items()}})
             for moment in part.moments
         ]
         kept.update(part.kept)

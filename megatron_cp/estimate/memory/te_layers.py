@@ -40,7 +40,7 @@ def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     """Return the step of a norm without a fused product."""
-    roots = 4.0 if model.normalization == "RMSNorm" else 8.0
+    roots = (4.0 if model.normalization == "RMSNorm" else 8.0) / local_blocks.sequence_parts(model)
     keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
     return [Step(keeps, 3 * residual(model, b))]
 
@@ -92,7 +92,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
     compressed = ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim) * b
     steps = [
-        Step({(RESIDUAL, "attention input"): stream, (RESIDUAL, "attention root"): 4.0}, 3 * stream),
+        *norm_steps(model, b, "attention"),
         Step({(RESIDUAL, "attention output"): _norm_output(model, b)}, 2 * stream + compressed),
         Step({(ATTENTION, "compressed"): 2 * compressed}, 2 * compressed + q + v),
         Step({}, 3 * q + v),
@@ -144,8 +144,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps = [
         replace(step, module="moe", inputs={(RESIDUAL, "experts output"): _norm_output(model, b)}) for step in steps
     ]
-    norm = Step({(RESIDUAL, "experts input"): stream, (RESIDUAL, "experts root"): 4.0}, 3 * stream)
-    return [norm, *steps, *after_steps(model, b, EXPERTS, "experts")]
+    return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 
 
 def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
@@ -173,7 +172,8 @@ def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | No
     if fused_loss(model, te_layers=True) != "te":
         return [*norm_steps(model, b, "ending"), *local_layers.ending_steps(model, b, rows, tokens_at_once)[1:]]
     stream, whole = residual(model, b), model.hidden_size * b
-    norm = Step({(RESIDUAL, "ending input"): stream, (RESIDUAL, "ending root"): 4.0}, 2 * stream)
+    (norm,) = norm_steps(model, b, "ending")
+    norm = replace(norm, gradients=2 * stream)
     keeps = {(RESIDUAL, "ending output"): stream}
     gathered = 2 * whole if model.sequence_parallel else whole
     if tokens_at_once is not None:
