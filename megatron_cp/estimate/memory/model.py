@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
@@ -17,13 +16,12 @@ from megatron_cp.estimate.memory.parts import (
     layer_cost,
     whole_layers_again,
 )
+from megatron_cp.estimate.memory.peaks import Kinds, bytes_of_chunks, left_behind, peak_of_chunk
 from megatron_cp.estimate.memory.platform import Platform, gpu_of
 from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
 from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
-
-Kinds = defaultdict[str, float]  # bytes by kind
 
 BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
 
@@ -79,26 +77,33 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
     states = backward_states(model, stage, job.microbatches)
     before: dict[str, float] = {}
-    if len(chunks) == 1 and job.microbatches > states[0][1][0]:
+    if len(chunks) == 1 and job.microbatches > states[0].under_way[0]:
         # Variables of the schedule hold tensors of the backward pass before: the gradient that came, and by the
         # output's graph the input. The gradient that is sent is among what stages exchange.
         before = {RESIDUAL: stream * (stage > 0), "buffers": stream * (not last)}
-    worst = [_worst(parts, tokens, more, before) for parts, more in zip(costs, waiting, strict=True)]
     sizes = [sum(part.size for part in parts) * tokens for parts in costs]
-    chunk, under_way = max(
-        states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
-    )
+    left = [left_behind(parts, stage > 0, tokens) for parts in costs]
+    of_state = {each: (each.chunk, each.done[each.chunk] and any(left[each.chunk])) for each in states}
+    peaks = {
+        (chunk, again): peak_of_chunk(costs[chunk], tokens, waiting[chunk], before, again, stage > 0)
+        for chunk, again in set(of_state.values())
+    }
+    state = max(states, key=lambda each: peaks[of_state[each]].total + bytes_of_chunks(each, sizes, left))
+    chunk, under_way, peak = state.chunk, state.under_way, peaks[of_state[state]]
     inputs = [sum(buffer_bytes(int(part.host * tokens)) for part in parts if part.host) for parts in costs]
-    host = max(sum(n * size for n, size in zip(counts, inputs, strict=True)) for _, counts in states)
+    host = max(sum(n * size for n, size in zip(each.under_way, inputs, strict=True)) for each in states)
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
     kinds = kept.copy()
-    for kind, size in worst[chunk][1].items():
+    for number in (number for number, done in enumerate(state.done) if done and number != chunk):
+        kinds[RESIDUAL] += left[number][0]
+        kinds["buffers"] += left[number][1]
+    for kind, size in peak.added.items():
         kinds[kind] += size
-    in_layers = chunk < len(chunks) - 1 or worst[chunk][2] < len(costs[chunk]) - len(ending)
+    in_layers = chunk < len(chunks) - 1 or peak.place < len(costs[chunk]) - len(ending)
     received, sent = _between_stages(model, stage, job.microbatches, in_layers)
     kinds[RESIDUAL] += received * stream
     kinds["buffers"] += sent * stream
@@ -111,7 +116,10 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
         kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
     kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
-    kinds[EXPERTS] += _kept_routes(model, chunks) * tokens
+    for number, parts in enumerate(costs):  # those of forward passes, and those that recomputation has made again
+        again = len(parts) * (not state.done[number]) if number != chunk else peak.place + 1
+        kinds[EXPERTS] += sum(part.routes for part in parts[: again - (number == chunk)]) * tokens
+        kinds["buffers"] += sum(part.routes for part in parts[again:]) * tokens
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
     kinds.update(held)
@@ -141,17 +149,6 @@ def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
     return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
 
 
-def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
-    """Count the bytes per token that dispatchers of recomputed layers hold."""
-    again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
-    layers = [parts.count("E") for chunk in chunks for parts in chunk]
-    running = sum(layers) * (model.recompute_num_layers or 1) / len(layers)  # among what is recomputed at the peak
-    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    return (
-        again * max(0.0, sum(layers) - running) * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
-    )
-
-
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
     """Return the bytes at the end of a middle stage's forward pass."""
     own = {"*": ATTENTION, "-": MLP, "E": EXPERTS, "M": MAMBA}[chunk[-1][-1]]
@@ -178,35 +175,3 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk, received: bool, ends_
     staying = {0 if received else None, len(groups) - 1 if ends_model and not rest else None}
     again = [whole_layers_again(settings, group, number in staying) for number, group in enumerate(groups)]
     return again + [layer_cost(settings, part) for parts in rest for part in parts]
-
-
-def _worst(
-    parts: Sequence[PartCost], tokens: float, waiting: Sequence[float], before: Mapping[str, float]
-) -> tuple[float, Kinds, int]:
-    """Return what a microbatch adds at its peak: sum, kinds, place.
-
-    waiting: bytes that other gradients hold while a part's backward pass runs. before: bytes that the microbatch before
-    still holds while a forward pass runs.
-    """
-    total, most, place, peak = 0.0, -math.inf, 0, parts[0].moments[0]
-    left = sum(before.values())
-    known: set[int] = set()
-    for number in reversed(range(len(parts))):
-        part = parts[number]
-        total -= part.size * tokens
-        if id(part) in known:  # the same, with less beside it
-            continue
-        known.add(id(part))
-        moment = part.worst(tokens, left, waiting[number])
-        if (here := total + moment.total(tokens) + (left if moment.forward else waiting[number])) > most:
-            most, place, peak = here, number, moment
-    added: Kinds = defaultdict(float)
-    for part in parts[place:]:
-        for kind, size in part.kept.items():
-            added[kind] -= size * tokens
-    for kind, size in peak.kept.items():
-        added[kind] += size * tokens
-    added["buffers"] += peak.gradients * tokens + peak.weight + waiting[place] * (not peak.forward)
-    for kind, size in before.items():
-        added[kind] += size * peak.forward
-    return most, added, place

@@ -85,7 +85,8 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
     stream = residual(model, b)
     chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
     steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
-    return in_sequence([cost_of(each, stream) for each in steps])
+    cost = in_sequence([cost_of(each, stream) for each in steps])
+    return replace(cost, routes=parts.count("E") * _routes(settings)) if "moe" in chosen else cost
 
 
 def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]:
@@ -167,7 +168,15 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
         Moment({RESIDUAL: here}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
     ]
     away = kept if settings.offloads and not stays else 0.0
-    return PartCost({RESIDUAL: kept - away}, moments, away)
+    experts = "".join(parts).count("E")
+    return PartCost({RESIDUAL: kept - away}, moments, away, experts * _routes(settings), stream * (experts > 0))
+
+
+def _routes(settings: LayerSettings) -> float:
+    """Return bytes a token of what the dispatcher of a recomputed layer still holds: probabilities, map and order."""
+    model = settings.model
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
 
 
 @lru_cache(maxsize=4096)

@@ -53,11 +53,16 @@ class PartCost:
     """The memory of a part.
 
     kept: bytes a token by kind, from forward to backward. moments: candidates for the peak. host: bytes a token in host
-    memory, from forward to backward."""
+    memory, from forward to backward. routes: bytes a token that its dispatchers hold from one forward pass to the next.
+    leaves: bytes a token of its input, which routes hold by their graph after the backward pass; and as many of its
+    gradient.
+    """
 
     kept: Mapping[str, float]
     moments: Sequence[Moment]
     host: float = 0.0
+    routes: float = 0.0
+    leaves: float = 0.0
     size: float = field(init=False)  # of all that is kept
 
     def __post_init__(self) -> None:

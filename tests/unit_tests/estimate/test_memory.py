@@ -194,8 +194,9 @@ def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
     1 + (pp - 1) / (pp * vpp) microbatches' layers.
     """
     model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    assert max(sum(counts) for _, counts in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
-    assert backward_states(_model(pipeline_model_parallel_size=4), 1, 64) == ((0, (3,)),)
+    assert max(sum(each.under_way) for each in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
+    (state,) = backward_states(_model(pipeline_model_parallel_size=4), 1, 64)
+    assert (state.chunk, state.under_way) == (0, (3,))
 
 
 def test_the_host_holds_all_inputs_but_two() -> None:
