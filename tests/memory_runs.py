@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.memory import CPU, stage_estimate
+from megatron_cp.estimate.memory.stages import backward_states
 from megatron_cp.models.layers.router import routers_in
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.setup import Run
@@ -32,7 +34,7 @@ class Counted:
     number of microbatches.
 
     moments: the peak, then others within 2 % of it. tokens: the mean of as many microbatches as are in flight at once.
-    expert_load: of :func:`route`.
+    expert_load: of :func:`route`, and of other ranks' packs.
     """
 
     stage: int
@@ -55,14 +57,26 @@ def count(overrides: dict[str, Any], crowded: bool = False) -> Counted:
         microbatches = next(batches).microbatches
         memory.see_batches(microbatches)
         train_step(run, microbatches)
-    tokens = [_tokens(each) for each in microbatches]
-    under_way = max(1, run.groups.pp.size() - run.groups.pp.rank())
-    sums = [sum(tokens[place : place + under_way]) for place in range(max(1, len(tokens) - under_way + 1))]
-    stage = run.groups.pp.rank()
+    tokens: list[list[int]] = [[]] * run.groups.ep.size()
+    dist.all_gather_object(tokens, [_tokens(each) for each in microbatches], run.groups.ep)
+    stage, own = run.groups.pp.rank(), run.groups.ep.rank()
     run.close()
-    return Counted(
-        stage, _largest(memory.peaks.values()), round(max(sums) / min(under_way, len(tokens))), len(microbatches), load
-    )
+    states = backward_states(run.config.model, stage, len(microbatches))
+    of_job = tokens_and_load(tokens, own, max(max(each.under_way) for each in states))
+    return Counted(stage, _largest(memory.peaks.values()), of_job[0], len(microbatches), load * of_job[1])
+
+
+def tokens_and_load(tokens: Sequence[Sequence[int]], own: int, under_way: int) -> tuple[int, float]:
+    """Return a rank's tokens of a microbatch, and the share of all experts' tokens that its experts get.
+
+    Packs have different lengths: these are of the largest ones that are ``under_way`` at once. tokens: of all ranks
+    that share experts. The share is 1 where all have as many.
+    """
+    count = len(tokens[own])
+    windows = [slice(start, start + under_way) for start in range(max(1, count - under_way + 1))]
+    largest = max(windows, key=lambda window: sum(tokens[own][window]))
+    sums = [sum(each[largest]) for each in tokens]
+    return round(sums[own] / min(under_way, count)), sum(sums) / len(tokens) / sums[own]
 
 
 def _largest(peaks: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:

@@ -50,7 +50,8 @@ def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
     """Return the steps of sandwich norm and dropout, before the residual is added."""
     stream, steps = residual(model, b), []
     if model.sandwich_norm:
-        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): b / sequence_parts(model)}
+        roots = (1 if model.normalization == "RMSNorm" else 2) * b / sequence_parts(model)
+        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): roots}
         if model.normalization == "RMSNorm":
             keeps[RESIDUAL, f"{name} after normalized"] = stream
         steps.append(Step(keeps, 3 * stream))

@@ -69,14 +69,17 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
         costs[-1] = [*costs[-1], *ending]
     stream = tokens * residual(model, settings.item)
-    waiting = [[0.0] * len(parts) for parts in costs]
+    exchanged = {RESIDUAL: stream, "buffers": stream} if _interleaves(model, stage, job.microbatches) else {}
+    before: dict[str, float] = exchanged
+    waiting: list[list[dict[str, float]]] = [[exchanged] * len(parts) for parts in costs]
+    states = backward_states(model, stage, job.microbatches)
+    if last:
+        waiting[-1][len(costs[-1]) - len(ending) :] = [{}] * len(ending)
     if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
         weight = rows * model.hidden_size * settings.item  # its gradient waits until the embedding's last use
-        waiting[0] = [weight] * (len(costs[0]) - len(ending)) + [0.0] * len(ending)
+        waiting[0] = [{"buffers": weight}] * (len(costs[0]) - len(ending)) + [{}] * len(ending)
     elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
-        waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
-    states = backward_states(model, stage, job.microbatches)
-    before: dict[str, float] = {}
+        waiting[0] = [{"buffers": stream}] * (len(costs[0]) - 1) + [{}]
     if len(chunks) == 1 and job.microbatches > states[0].under_way[0]:
         # Variables of the schedule hold tensors of the backward pass before: the gradient that came, and by the
         # output's graph the input. The gradient that is sent is among what stages exchange.
@@ -103,8 +106,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         kinds["buffers"] += left[number][1]
     for kind, size in peak.added.items():
         kinds[kind] += size
-    in_layers = chunk < len(chunks) - 1 or peak.place < len(costs[chunk]) - len(ending)
-    received, sent = _between_stages(model, stage, job.microbatches, in_layers)
+    received, sent = _between_stages(model, stage, job.microbatches)
     kinds[RESIDUAL] += received * stream
     kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
@@ -128,11 +130,8 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     return MemoryEstimate(dict(kinds), stage, host)
 
 
-def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
-    """Count the residual-sized tensors that a stage has received or sends.
-
-    in_layers: the peak is in a layer, whose output's gradient another stage has sent.
-    """
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:
+    """Count the residual-sized tensors that a stage has received or sends, wherever its peak is."""
     pp = model.pipeline_model_parallel_size
     if pp == 1 or microbatches == 1:
         return 0, 0
@@ -140,7 +139,13 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers
         return (0, 1) if stage else (0, 0)
     if microbatches <= pp:  # all forward passes are over
         return (1, 1) if stage else (0, 0)
-    return (2 + in_layers, 3 + in_layers) if stage else (1, 2)
+    return (2, 3) if stage else (1, 2)
+
+
+def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
+    """Return whether a stage exchanges two more tensors while its layers run: one received, one sent."""
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
 
 
 def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:

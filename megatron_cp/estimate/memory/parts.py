@@ -218,9 +218,11 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
     stream = residual(model, b)
     norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
     joined = cost_of([*norms, Step({(RESIDUAL, "joined"): 2 * stream}, 4 * stream)], stream)
+    # All ranks' tokens; this rank's are a view of them, which the layer keeps.
+    gathered = cost_of([Step({(RESIDUAL, "gathered"): model.hidden_size * b - stream}, 0.0)], stream)
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
     layer = mtp_depths(model)[0 if model.mtp_use_repeated_layer else depth - 1]
-    return [embedding_cost(settings), joined, *(layer_cost(settings, parts) for parts in layer), last_norm]
+    return [embedding_cost(settings), joined, gathered, *(layer_cost(settings, parts) for parts in layer), last_norm]
 
 
 def beside(part: PartCost, gradients: float, weight: float) -> PartCost:

@@ -24,27 +24,28 @@ class Peak(NamedTuple):
 def peak_of_chunk(
     parts: Sequence[PartCost],
     tokens: float,
-    waiting: Sequence[float],
+    waiting: Sequence[Mapping[str, float]],
     before: Mapping[str, float],
     again: bool,
     received: bool,
 ) -> Peak:
     """Return the peak of a microbatch's passes through a chunk.
 
-    waiting: bytes that other gradients hold while a part's backward pass runs. before: bytes that the microbatch before
-    still holds while a forward pass runs. again: the chunk's last pass was a backward pass too, so that experts of
+    waiting: bytes of what other parts, microbatches or stages hold while a part's backward pass runs, by kind. before:
+    while a forward pass runs. again: the chunk's last pass was a backward pass too, so that experts of
     earlier parts hold what that one has left. received: as for :func:`left_behind`.
     """
     total, most, place, peak = 0.0, -math.inf, 0, parts[0].moments[0]
-    left, output = sum(before.values()), 0.0  # output: what experts hold of the gradient of a part's output
+    output = 0.0  # what experts hold of the gradient of a part's output
     known: dict[int, Moment] = {}
     for number in reversed(range(len(parts))):
         part = parts[number]
         total -= part.size * tokens
         if id(part) in known and not part.leaves:  # the same, with less beside it
             continue
-        moment = known.setdefault(id(part), part.worst(tokens, left, waiting[number]))
-        here = total + moment.total(tokens) + (left if moment.forward else waiting[number])
+        beside = sum(before.values()), sum(waiting[number].values())
+        moment = known.setdefault(id(part), part.worst(tokens, *beside))
+        here = total + moment.total(tokens) + beside[not moment.forward]
         if again:
             here += sum(left_behind(parts[:number], received, tokens))
         if here > most:
@@ -58,10 +59,10 @@ def peak_of_chunk(
     for kind, size in peak.kept.items():
         added[kind] += size * tokens
     added[RESIDUAL] += sum(part.leaves for part in parts[place + 1 :]) * tokens
-    waits = sum(part.leaves for part in parts[place + 2 :]) * tokens + waiting[place] * (not peak.forward)
+    waits = sum(part.leaves for part in parts[place + 2 :]) * tokens
     added["buffers"] += peak.gradients * tokens + peak.weight + waits
-    for kind, size in before.items():
-        added[kind] += size * peak.forward
+    for kind, size in (before if peak.forward else waiting[place]).items():
+        added[kind] += size
     for kind, size in zip((RESIDUAL, "buffers"), left_behind(parts[: place * again], received, tokens), strict=True):
         added[kind] += size
     return Peak(most, added, place)
