@@ -5,6 +5,7 @@ The memory model predicts it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from megatron_cp.estimate.memory.stages import backward_states
 from megatron_cp.models.layers.router import routers_in
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.setup import Run
-from tests.live_memory import counted
+from tests.live_memory import NEAR, counted
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config, train_step
 
@@ -33,8 +34,8 @@ class Counted:
     It has the rank's pipeline stage, its largest moments by kind, the tokens of its largest microbatches, and the
     number of microbatches.
 
-    moments: the peak, then others within 2 % of it. tokens: the mean of as many microbatches as are in flight at once.
-    expert_load: of :func:`route`, and of other ranks' packs.
+    moments: the peak, then other local maxima within 2 % of it. tokens: the mean of the microbatches under way at once.
+    expert_load: of :func:`route`, and of other ranks' packs. pack_load: of the job.
     """
 
     stage: int
@@ -42,6 +43,7 @@ class Counted:
     tokens: int
     microbatches: int
     expert_load: float
+    pack_load: float = 1.0
 
     @property
     def peak(self) -> int:
@@ -62,26 +64,32 @@ def count(overrides: dict[str, Any], crowded: bool = False) -> Counted:
     stage, own = run.groups.pp.rank(), run.groups.ep.rank()
     run.close()
     states = backward_states(run.config.model, stage, len(microbatches))
-    of_job = tokens_and_load(tokens, own, max(max(each.under_way) for each in states))
-    return Counted(stage, _largest(memory.peaks.values()), of_job[0], len(microbatches), load * of_job[1])
+    most = max((each.under_way for each in states), key=sum)
+    of_job = of_packs(tokens, own, [sum(each > place for each in most) for place in range(max(most))])
+    return Counted(stage, _largest(memory.moments), of_job[0], len(microbatches), load * of_job[1], of_job[2])
 
 
-def tokens_and_load(tokens: Sequence[Sequence[int]], own: int, under_way: int) -> tuple[int, float]:
-    """Return a rank's tokens of a microbatch, and the share of all experts' tokens that its experts get.
+def of_packs(tokens: Sequence[Sequence[int]], own: int, under_way: Sequence[int]) -> tuple[int, float, float]:
+    """Return the tokens, expert load and pack load of a job, which are those of the largest packs.
 
-    Packs have different lengths: these are of the largest ones that are ``under_way`` at once. tokens: of all ranks
-    that share experts. The share is 1 where all have as many.
+    tokens: of the microbatches of all ranks that share experts. under_way: how many chunks hold a microbatch, for each
+    microbatch that is under way at once, from the oldest.
     """
-    count = len(tokens[own])
-    windows = [slice(start, start + under_way) for start in range(max(1, count - under_way + 1))]
-    largest = max(windows, key=lambda window: sum(tokens[own][window]))
-    sums = [sum(each[largest]) for each in tokens]
-    return round(sums[own] / min(under_way, count)), sum(sums) / len(tokens) / sums[own]
+
+    def held(start: int, rank: int) -> float:
+        found = tokens[rank][start : start + len(under_way)]
+        chunks = under_way[: len(found)]
+        return sum(map(operator.mul, found, chunks)) / sum(chunks)
+
+    start = max(range(max(1, len(tokens[own]) - len(under_way) + 1)), key=lambda start: held(start, own))
+    mean = held(start, own)
+    load = sum(held(start, rank) for rank in range(len(tokens))) / len(tokens) / mean
+    return round(mean), load, tokens[own][start] / mean
 
 
-def _largest(peaks: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
-    moments = sorted(map(dict, peaks), key=lambda moment: -sum(moment.values()))
-    return [each for each in moments if sum(each.values()) >= 0.98 * sum(moments[0].values())]
+def _largest(moments: Iterable[Iterable[tuple[str, int]]]) -> list[dict[str, int]]:
+    found = sorted(map(dict, moments), key=lambda moment: -sum(moment.values()))
+    return [each for each in found if sum(each.values()) >= (1 - NEAR) * sum(found[0].values())]
 
 
 def route(run: Run, crowded: bool) -> float:
@@ -138,6 +146,7 @@ def job_of(config: RunConfig, world_size: int, found: Counted) -> Job:
         gemm="fp32",
         lengths=(found.tokens * layout.cp,) if packed else None,
         expert_load=found.expert_load,
+        pack_load=found.pack_load,
     )
 
 

@@ -26,9 +26,9 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 __all__ = [
     "attention_steps",
     "dropout_step",
-    "ending_steps",
     "experts_steps",
     "latent_attention_steps",
+    "loss_steps",
     "mamba_steps",
     "mlp_products",
     "mlp_steps",
@@ -238,26 +238,27 @@ def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     steps.append(Step(keeps, of_heads + 4 * inner))
     keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
     steps.append(Step(keeps, 3 * inner))
-    steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
+    # The norm's backward pass frees the normalized groups before its last part, as other norms do.
+    steps.append(Step({(MAMBA, "roots"): 2 * shape.groups * f}, 5 * inner + shape.groups * f))
+    steps.append(Step({(MAMBA, "normalized groups"): inner}, 4 * inner))
     return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
 
 
-def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """Return the steps of last norm, output layer and loss, in place, in float32."""
+def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None, two: bool) -> list[Step]:
+    """Return the steps of output layer and loss, in place, in float32.
+
+    two: there are no more than two pieces. The sum of their weight's gradients is then the first one, in float32.
+    """
     output = column_step(model, b, "ending", rows)
     whole = model.hidden_size * b
     if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum
         piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
-        return [
-            *norm_steps(model, b, "ending"),
-            Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * (2 + 4 / b)),
-        ]
+        weights = 2 + 4 / b - (two and b == 4)
+        return [Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * weights)]
     logits = {(LOGITS, "softmax"): rows * 4.0}
     small = {(LOGITS, "targets"): 17.0}
-    keeps = {**output.keeps, **logits}
     rounded = rows * b if b < 4 else 0
     return [
-        *norm_steps(model, b, "ending"),
-        Step(keeps, output.gradients - rows * b + rounded, output.weight),
+        Step({**output.keeps, **logits}, output.gradients - rows * b + rounded, output.weight),
         Step({**logits, **small}, 8.0),
     ]

@@ -65,13 +65,13 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
-        chunk = model.cross_entropy_chunk_size
-        ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
+        piece = model.cross_entropy_chunk_size
+        at_once = piece if piece and piece < tokens else None
+        ending = ending_costs(settings, rows, at_once, two=tokens <= 2 * (piece or 0))
         costs[-1] = [*costs[-1], *ending]
     stream = tokens * residual(model, settings.item)
-    exchanged = {RESIDUAL: stream, "buffers": stream} if _interleaves(model, stage, job.microbatches) else {}
-    before: dict[str, float] = exchanged
-    waiting: list[list[dict[str, float]]] = [[exchanged] * len(parts) for parts in costs]
+    exchanged = dict.fromkeys((RESIDUAL, "buffers"), stream * _interleaves(model, stage, job.microbatches))
+    before, waiting = exchanged, [[exchanged] * len(parts) for parts in costs]
     states = backward_states(model, stage, job.microbatches)
     if last:
         waiting[-1][len(costs[-1]) - len(ending) :] = [{}] * len(ending)
@@ -88,7 +88,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     left = [left_behind(parts, stage > 0, tokens) for parts in costs]
     of_state = {each: (each.chunk, each.done[each.chunk] and any(left[each.chunk])) for each in states}
     peaks = {
-        (chunk, again): peak_of_chunk(costs[chunk], tokens, waiting[chunk], before, again, stage > 0)
+        (chunk, again): peak_of_chunk(costs[chunk], tokens * job.pack_load, waiting[chunk], before, again, stage > 0)
         for chunk, again in set(of_state.values())
     }
     state = max(states, key=lambda each: peaks[of_state[each]].total + bytes_of_chunks(each, sizes, left))
@@ -117,7 +117,9 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
     if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
         kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
-    kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
+    kinds[ATTENTION] += _kept_angles(model, chunks) * job.positions_per_rank
+    if job.lengths:  # each token's position in its document, in 8 bytes; the largest packs come first
+        kinds[ATTENTION] += 8 * tokens * max(under_way)
     for number, parts in enumerate(costs):  # those of forward passes, and those that recomputation has made again
         again = len(parts) * (not state.done[number]) if number != chunk else peak.place + 1
         kinds[EXPERTS] += sum(part.routes for part in parts[: again - (number == chunk)]) * tokens
@@ -148,10 +150,19 @@ def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
     return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
 
 
-def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
-    """Count the bytes per position of latent attention's cached rotary angles."""
-    layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
-    return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
+def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
+    """Count the bytes per position of cached rotary angles, which are float32.
+
+    Each of latent attention's layers has its own; other layers share those of their chunk, and have another table where
+    windows have their own base.
+    """
+    if model.multi_latent_attention:
+        layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
+        return layers * model.qk_pos_emb_head_dim * 4
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return 0.0
+    channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return len(chunks) * (1 + model.has_local_rotary) * channels * model.rotary_percent * 4
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:

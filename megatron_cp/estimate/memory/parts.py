@@ -191,26 +191,27 @@ def embedding_cost(settings: LayerSettings) -> PartCost:
 
 
 @lru_cache(maxsize=4096)
-def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> list[PartCost]:
+def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None, two: bool) -> list[PartCost]:
     """Return the last norm, layers of multi-token prediction, output layer and loss.
 
     rows: vocabulary on this rank. tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
+    two: it makes no more than two pieces.
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    steps = layers.ending_steps(model, b, rows, tokens_at_once)
+    norm, loss = layers.norm_steps(model, b, "ending"), layers.loss_steps(model, b, rows, tokens_at_once, two)
     if not (depths := model.mtp_num_layers or 0):
-        return [cost_of(steps, 0.0)]
+        return [cost_of([*norm, *loss], 0.0)]
     stream, weight = residual(model, b), float(rows * model.hidden_size * b)
     outputs = (1 + depths) * stream  # of the main model and each depth, in one tensor; its gradient is another
-    parts = [cost_of(steps[:1], stream)]
+    parts = [cost_of(norm, stream)]
     for depth in range(1, depths + 1):
         waits = model.share_embeddings_and_output_weights or depth < depths
         parts += [beside(part, outputs, weight * waits) for part in _depth_costs(settings, layers, depth)]
     parts.append(cost_of([Step({}, 2 * outputs), Step({(RESIDUAL, "outputs"): outputs}, 0.0)], 0.0))
-    keeps = {key: size for key, size in steps[1].keeps.items() if key[0] != RESIDUAL}
-    loss = cost_of([replace(steps[1], keeps=keeps), *steps[2:]], 0.0)
-    return parts + [beside(loss, done * stream, weight * (done > 0)) for done in range(depths, -1, -1)]
+    keeps = {key: size for key, size in loss[0].keeps.items() if key[0] != RESIDUAL}
+    of_depth = cost_of([replace(loss[0], keeps=keeps), *loss[1:]], 0.0)
+    return parts + [beside(of_depth, done * stream, weight * (done > 0)) for done in range(depths, -1, -1)]
 
 
 def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> list[PartCost]:
