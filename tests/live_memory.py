@@ -24,6 +24,7 @@ from megatron_cp.training.setup import Run
 # Where a tensor is made -> its kind; the innermost module that has one decides.
 _KINDS = {
     "self_attention": "activations: attention",
+    "rotary_pos_emb": "activations: attention",
     "mlp": "activations: mlp",
     "experts": "activations: experts",
     "mixer": "activations: mamba",
@@ -88,9 +89,6 @@ class LiveMemory(TorchDispatchMode):
         if self._communicated and not communicates:
             time.sleep(_LET_GO)
         self._communicated = communicates
-        for tensor in tree_iter((args, kwargs)):  # one that a cache has kept since before, when it is first read
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor, function)
         output = function(*args, **(kwargs or {}))
         if self._modules and torch._C._current_graph_task_id() == -1:
             self._claim(args)
@@ -163,6 +161,9 @@ class LiveMemory(TorchDispatchMode):
         self._modules.append((kind, name))
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_iter(output):  # tables of angles, which a cache has kept since before
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, "cached")
         self._modules.pop()
 
     def __enter__(self) -> LiveMemory:

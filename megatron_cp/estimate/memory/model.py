@@ -76,7 +76,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     if last:
         waiting[-1][len(costs[-1]) - len(ending) :] = [{}] * len(ending)
     if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
-        weight = rows * model.hidden_size * settings.item  # its gradient waits until the embedding's last use
+        weight = float(rows * model.hidden_size * settings.item)  # its gradient waits until the embedding's last use
         waiting[0] = [{"buffers": weight}] * (len(costs[0]) - len(ending)) + [{}] * len(ending)
     elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
         waiting[0] = [{"buffers": stream}] * (len(costs[0]) - 1) + [{}]

@@ -159,17 +159,14 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
     """
     stream = residual(settings.model, settings.item)
     *before, last = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
-    cost = in_sequence([*(beside(each, stream, 0.0) for each in before), last])  # the output's gradient stays
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
     here = kept * (1 + settings.offloads)
-    moments = [
-        Moment({RESIDUAL: here}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
-    ]
+    waiting = [beside(each, stream, 0.0) for each in before]  # the output's gradient stays
+    cost = _again(settings, [*waiting, last], here, "".join(parts))
     away = kept if settings.offloads and not stays else 0.0
-    experts = "".join(parts).count("E")
-    return PartCost({RESIDUAL: kept - away}, moments, away, experts * _routes(settings), stream * (experts > 0))
+    return replace(cost, kept={RESIDUAL: kept - away}, host=away, leaves=stream * (cost.leaves > 0))
 
 
 def _routes(settings: LayerSettings) -> float:
@@ -223,7 +220,20 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
     gathered = cost_of([Step({(RESIDUAL, "gathered"): model.hidden_size * b - stream}, 0.0)], stream)
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
     layer = mtp_depths(model)[0 if model.mtp_use_repeated_layer else depth - 1]
-    return [embedding_cost(settings), joined, gathered, *(layer_cost(settings, parts) for parts in layer), last_norm]
+    inside = [joined, gathered, *(layer_cost(settings, parts) for parts in layer), last_norm]
+    if model.recompute_granularity == "full" and model.recompute_method == "uniform":
+        inside = [_again(settings, inside, 2 * stream, "".join(layer))]  # of states and embedding
+    return [embedding_cost(settings), *inside]
+
+
+def _again(settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str) -> PartCost:
+    """Join recomputed parts, of which ``kept`` bytes a token of input stay. letters: of their layers."""
+    moments = [
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
+        for moment in in_sequence(parts).moments
+    ]
+    experts = letters.count("E")
+    return PartCost({RESIDUAL: kept}, moments, 0.0, experts * _routes(settings), kept * (experts > 0))
 
 
 def beside(part: PartCost, gradients: float, weight: float) -> PartCost:
