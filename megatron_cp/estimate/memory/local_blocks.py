@@ -5,6 +5,8 @@ Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.tape import RESIDUAL, Step
 
@@ -14,10 +16,19 @@ def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     return _norm(model, b, (RESIDUAL, f"{name} input"), name)
 
 
+def last_norm_steps(model: ModelConfig, b: int) -> list[Step]:
+    """Return the steps of the model's last norm.
+
+    Its input's gradient has no residual to be added to in place, so RMSNorm's last part has one tensor more.
+    """
+    first, *rest = norm_steps(model, b, "ending")
+    return [replace(first, gradients=first.gradients + residual(model, b)) if rest else first, *rest]
+
+
 def _norm(model: ModelConfig, b: int, input_: tuple[str, str], name: str) -> list[Step]:
     """Return the steps of a norm of ``input_``.
 
-    RMSNorm frees the normalized input before the last of its backward pass, which needs as much more.
+    RMSNorm frees the normalized input before the last part of its backward pass, the power's, which needs as much more.
     """
     stream, root = residual(model, b), b / sequence_parts(model)
     if model.normalization != "RMSNorm":

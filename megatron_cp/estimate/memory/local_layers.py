@@ -15,6 +15,7 @@ from megatron_cp.estimate.memory.local_blocks import (
     after_steps,
     column_step,
     dropout_step,
+    last_norm_steps,
     norm_steps,
     residual,
     row_step,
@@ -27,6 +28,7 @@ __all__ = [
     "attention_steps",
     "dropout_step",
     "experts_steps",
+    "last_norm_steps",
     "latent_attention_steps",
     "loss_steps",
     "mamba_steps",
@@ -100,7 +102,7 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
         results = q + 2 * k
         if (ATTENTION, "k read") not in keeps:  # gathered
-            gradients += results / 2 + (k + 2 * q) / 2
+            gradients += 0.75 * cp * (k - v) + (k + 2 * q) / 2
         elif ring > 1:
             gradients = out + 4 * (k + v) + q + results + (k + 2 * q) / 2
         elif one_tile(model):
@@ -221,12 +223,14 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
 def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     """Return the steps of the scan in PyTorch (models/layers/mamba/ssd.py), in float32"""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
-    shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    own = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    # Context parallel ranks exchange tokens for heads. Ranks whose heads share a group have a copy of it each.
+    shape = replace(own, groups=max(own.groups, model.context_parallel_size))
     heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
     states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
     of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
     projected = sum(shape.projected)
-    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
+    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", sum(own.projected))]
     keeps: dict[tuple[str, str], float] = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
     steps.append(Step(keeps, 3 * conv + projected * b))
     steps.append(Step({(MAMBA, "steps"): 2 * heads * f, (MAMBA, "x dt"): inner}, conv + 3 * inner))

@@ -196,7 +196,7 @@ def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None,
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    norm, loss = layers.norm_steps(model, b, "ending"), layers.loss_steps(model, b, rows, tokens_at_once, two)
+    norm, loss = layers.last_norm_steps(model, b), layers.loss_steps(model, b, rows, tokens_at_once, two)
     if not (depths := model.mtp_num_layers or 0):
         return [cost_of([*norm, *loss], 0.0)]
     stream, weight = residual(model, b), float(rows * model.hidden_size * b)

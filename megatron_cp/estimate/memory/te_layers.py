@@ -45,6 +45,10 @@ def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     return [Step(keeps, 3 * residual(model, b))]
 
 
+def last_norm_steps(model: ModelConfig, b: int) -> list[Step]:
+    return norm_steps(model, b, "ending")
+
+
 def _norm_output(model: ModelConfig, b: int) -> float:
     """Return what is kept of a norm's output where no product is fused with the norm."""
     again = model.recompute_granularity == "selective" and "layernorm" in (model.recompute_modules or [])
