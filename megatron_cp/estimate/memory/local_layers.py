@@ -65,7 +65,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({ANGLES: tables}, width + 3 * q))
-    core = core_steps(model, b, q, k, k, q, width)
+    read = max(k, channels * b)  # with fewer groups than ranks, each has a whole head of keys
+    core = core_steps(model, b, q, read, read, q, width)
     if plain:  # keys, and queries of one or all groups, are where the projection has left them
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]

@@ -9,6 +9,7 @@ from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
 from megatron_cp.estimate.memory.local_blocks import residual
+from megatron_cp.estimate.memory.parameters import state_bytes
 from megatron_cp.estimate.memory.parts import (
     LayerSettings,
     embedding_cost,
@@ -19,7 +20,6 @@ from megatron_cp.estimate.memory.parts import (
 from megatron_cp.estimate.memory.peaks import Kinds, bytes_of_chunks, left_behind, peak_of_chunk
 from megatron_cp.estimate.memory.platform import Platform, gpu_of
 from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
-from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
 
