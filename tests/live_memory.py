@@ -5,6 +5,7 @@ They are counted at their peak, which the memory model predicts.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from megatron_cp.training.setup import Run
 # Where a tensor is made -> its kind; the innermost module that has one decides.
 _KINDS = {
     "self_attention": "activations: attention",
+    "rotary_pos_emb": "activations: attention",
     "mlp": "activations: mlp",
     "experts": "activations: experts",
     "mixer": "activations: mamba",
@@ -30,6 +32,10 @@ _KINDS = {
 }
 RESIDUAL = "activations: residual"
 WORK = "buffers"
+NEAR = 0.02  # of the peak: other moments that hold almost as much
+# Seconds for gloo's threads. One of them holds the tensors of a collective until it runs again, after wait() returned,
+# and needs Python's lock to free them. NCCL has no such threads.
+_LET_GO = 0.002
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class LiveMemory(TorchDispatchMode):
 
     The end is when the storage is freed.
 
-    peaks: bytes by kind when the sum was largest in each module, forward and backward. origins: bytes by origin at the
-    largest of them, to look into.
+    peaks: bytes by kind when the sum was largest in each module, forward and backward. moments: at each local maximum
+    of the sum within ``NEAR`` of the largest one so far. origins: bytes by origin at the largest, to look into.
     """
 
     def __init__(self, run: Run) -> None:
@@ -57,11 +63,14 @@ class LiveMemory(TorchDispatchMode):
         self._now: Counter[str] = Counter()
         self.peaks: dict[str, Counter[str]] = {}
         self._highest: Counter[str] = Counter()  # sum of each of them
+        self.moments: dict[frozenset[tuple[str, int]], None] = {}  # each once
         self._peak_total = self._total = 0
+        self._rises = False
         self.origins: Counter[Origin] = Counter()
         self._modules: list[tuple[str, str]] = []
         self._names = {module: name for chunk in run.model for name, module in chunk.named_modules()}
         self.detailed = False
+        self._communicated = False
         for buffer in get_global_memory_buffer().buffer.values():  # that of gathered tokens stays
             self._see(buffer, Origin(WORK, "gathered", "", tuple(buffer.shape)))
         for kind, tensor in states_of(run):
@@ -76,6 +85,10 @@ class LiveMemory(TorchDispatchMode):
                     self._see(value, Origin(WORK, "batch", "", tuple(value.shape)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        communicates = function.namespace == "c10d"
+        if self._communicated and not communicates:
+            time.sleep(_LET_GO)
+        self._communicated = communicates
         output = function(*args, **(kwargs or {}))
         if self._modules and torch._C._current_graph_task_id() == -1:
             self._claim(args)
@@ -113,6 +126,7 @@ class LiveMemory(TorchDispatchMode):
         self._live[key] = reference, size, made_by
         self._now[made_by.kind] += size
         self._total += size
+        self._rises = True
         if self._total > self._highest[module]:
             self._highest[module], self.peaks[module] = self._total, self._now.copy()
         if self._total > self._peak_total:
@@ -125,6 +139,9 @@ class LiveMemory(TorchDispatchMode):
     def _forget(self, key: int, reference: weakref.ref) -> None:
         known = self._live.get(key)
         if known is not None and known[0] is reference:
+            if self._rises and self._total >= (1 - NEAR) * self._peak_total:
+                self.moments[frozenset(self._now.items())] = None
+            self._rises = False
             _, size, origin = self._live.pop(key)
             self._now[origin.kind] -= size
             self._total -= size
@@ -144,6 +161,9 @@ class LiveMemory(TorchDispatchMode):
         self._modules.append((kind, name))
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tree_iter(output):  # tables of angles, which a cache has kept since before
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, "cached")
         self._modules.pop()
 
     def __enter__(self) -> LiveMemory:

@@ -5,21 +5,24 @@ The memory model predicts it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_cp.config.run_config import RunConfig
 from megatron_cp.dynamic_cp.runtime.packing import PackedMicrobatch
 from megatron_cp.estimate.job import Job
 from megatron_cp.estimate.memory import CPU, stage_estimate
+from megatron_cp.estimate.memory.stages import backward_states
 from megatron_cp.models.layers.router import routers_in
 from megatron_cp.parallel.layout import layout_of
 from megatron_cp.training.setup import Run
-from tests.live_memory import counted
+from tests.live_memory import NEAR, counted
 from tests.ranks import run_ranks
 from tests.training_runs import VOCAB, start, tiny_config, train_step
 
@@ -31,8 +34,8 @@ class Counted:
     It has the rank's pipeline stage, its largest moments by kind, the tokens of its largest microbatches, and the
     number of microbatches.
 
-    moments: the peak, then others within 2 % of it. tokens: the mean of as many microbatches as are in flight at once.
-    expert_load: of :func:`route`.
+    moments: the peak, then other local maxima within 2 % of it. tokens: the mean of the microbatches under way at once.
+    expert_load: of :func:`route`, and of other ranks' packs. pack_load: of the job.
     """
 
     stage: int
@@ -40,6 +43,7 @@ class Counted:
     tokens: int
     microbatches: int
     expert_load: float
+    pack_load: float = 1.0
 
     @property
     def peak(self) -> int:
@@ -55,19 +59,37 @@ def count(overrides: dict[str, Any], crowded: bool = False) -> Counted:
         microbatches = next(batches).microbatches
         memory.see_batches(microbatches)
         train_step(run, microbatches)
-    tokens = [_tokens(each) for each in microbatches]
-    under_way = max(1, run.groups.pp.size() - run.groups.pp.rank())
-    sums = [sum(tokens[place : place + under_way]) for place in range(max(1, len(tokens) - under_way + 1))]
-    stage = run.groups.pp.rank()
+    tokens: list[list[int]] = [[]] * run.groups.ep.size()
+    dist.all_gather_object(tokens, [_tokens(each) for each in microbatches], run.groups.ep)
+    stage, own = run.groups.pp.rank(), run.groups.ep.rank()
     run.close()
-    return Counted(
-        stage, _largest(memory.peaks.values()), round(max(sums) / min(under_way, len(tokens))), len(microbatches), load
-    )
+    states = backward_states(run.config.model, stage, len(microbatches))
+    most = max((each.under_way for each in states), key=sum)
+    of_job = of_packs(tokens, own, [sum(each > place for each in most) for place in range(max(most))])
+    return Counted(stage, _largest(memory.moments), of_job[0], len(microbatches), load * of_job[1], of_job[2])
 
 
-def _largest(peaks: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
-    moments = sorted(map(dict, peaks), key=lambda moment: -sum(moment.values()))
-    return [each for each in moments if sum(each.values()) >= 0.98 * sum(moments[0].values())]
+def of_packs(tokens: Sequence[Sequence[int]], own: int, under_way: Sequence[int]) -> tuple[int, float, float]:
+    """Return the tokens, expert load and pack load of a job, which are those of the largest packs.
+
+    tokens: of the microbatches of all ranks that share experts. under_way: how many chunks hold a microbatch, for each
+    microbatch that is under way at once, from the oldest.
+    """
+
+    def held(start: int, rank: int) -> float:
+        found = tokens[rank][start : start + len(under_way)]
+        chunks = under_way[: len(found)]
+        return sum(map(operator.mul, found, chunks)) / sum(chunks)
+
+    start = max(range(max(1, len(tokens[own]) - len(under_way) + 1)), key=lambda start: held(start, own))
+    mean = held(start, own)
+    load = sum(held(start, rank) for rank in range(len(tokens))) / len(tokens) / mean
+    return round(mean), load, tokens[own][start] / mean
+
+
+def _largest(moments: Iterable[Iterable[tuple[str, int]]]) -> list[dict[str, int]]:
+    found = sorted(map(dict, moments), key=lambda moment: -sum(moment.values()))
+    return [each for each in found if sum(each.values()) >= (1 - NEAR) * sum(found[0].values())]
 
 
 def route(run: Run, crowded: bool) -> float:
@@ -124,6 +146,7 @@ def job_of(config: RunConfig, world_size: int, found: Counted) -> Job:
         gemm="fp32",
         lengths=(found.tokens * layout.cp,) if packed else None,
         expert_load=found.expert_load,
+        pack_load=found.pack_load,
     )
 
 

@@ -26,6 +26,8 @@ class Job:
     gemm: number format of matrix products.
     lengths: documents of a typical packed microbatch (tokens), for packed data; None for samples of one length.
     expert_load: tokens routed to the busiest expert rank, divided by the mean over ranks.
+    pack_load: tokens of the packed microbatch that runs at the peak of memory, divided by those of ``lengths``. These
+        are then the mean of the microbatches under way.
     """
 
     model: ModelConfig
@@ -38,6 +40,7 @@ class Job:
     gemm: Gemm = "bf16"
     lengths: tuple[int, ...] | None = None
     expert_load: float = 1.0
+    pack_load: float = 1.0
 
     @property
     def microbatches(self) -> int:
@@ -49,6 +52,11 @@ class Job:
         """Tokens of a microbatch on each context parallel rank."""
         whole = sum(self.lengths) if self.lengths else self.micro_batch_size * (self.model.seq_length or 0)
         return -(-whole // self.layout.cp)
+
+    @property
+    def positions_per_rank(self) -> int:
+        """Positions of a rank's tables: of its part of a sample, or of the longest packed document."""
+        return max(self.lengths) if self.lengths else -(-(self.model.seq_length or 0) // self.layout.cp)
 
 
 @dataclass(frozen=True)

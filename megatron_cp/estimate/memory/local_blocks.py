@@ -5,21 +5,38 @@ Counted by ``tests/live_memory.py``. ``b`` is the bytes of an element.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.tape import RESIDUAL, Step
 
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
-    """Return the step of a residual norm; RMSNorm also keeps its input and root."""
-    stream = residual(model, b)
-    keeps = {(RESIDUAL, f"{name} input"): stream, (RESIDUAL, f"{name} root"): float(b)}
-    work = 3 * stream
-    if model.normalization == "RMSNorm":
-        keeps[RESIDUAL, f"{name} normalized"] = stream
-    else:
-        keeps[RESIDUAL, f"{name} root"] = 2.0 * b
-        work = 2 * stream
-    return [Step(keeps, work)]
+    """Return the steps of a residual norm; RMSNorm also keeps its normalized input."""
+    return _norm(model, b, (RESIDUAL, f"{name} input"), name)
+
+
+def last_norm_steps(model: ModelConfig, b: int) -> list[Step]:
+    """Return the steps of the model's last norm.
+
+    Its input's gradient has no residual to be added to in place, so RMSNorm's last part has one tensor more.
+    """
+    first, *rest = norm_steps(model, b, "ending")
+    return [replace(first, gradients=first.gradients + residual(model, b)) if rest else first, *rest]
+
+
+def _norm(model: ModelConfig, b: int, input_: tuple[str, str], name: str) -> list[Step]:
+    """Return the steps of a norm of ``input_``.
+
+    RMSNorm frees the normalized input before the last part of its backward pass, the power's, which needs as much more.
+    """
+    stream, root = residual(model, b), b / sequence_parts(model)
+    if model.normalization != "RMSNorm":
+        return [Step({input_: stream, (RESIDUAL, f"{name} root"): 2 * root}, 2 * stream)]
+    return [
+        Step({input_: stream, (RESIDUAL, f"{name} root"): root}, 4 * stream + root),  # and the root's gradient
+        Step({(RESIDUAL, f"{name} normalized"): stream}, 3 * stream),
+    ]
 
 
 def residual(model: ModelConfig, b: int) -> float:
@@ -48,12 +65,7 @@ def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -
 
 def after_steps(model: ModelConfig, b: int, kind: str, name: str) -> list[Step]:
     """Return the steps of sandwich norm and dropout, before the residual is added."""
-    stream, steps = residual(model, b), []
-    if model.sandwich_norm:
-        keeps = {(kind, f"{name} output"): stream, (RESIDUAL, f"{name} after root"): float(b)}
-        if model.normalization == "RMSNorm":
-            keeps[RESIDUAL, f"{name} after normalized"] = stream
-        steps.append(Step(keeps, 3 * stream))
+    steps = _norm(model, b, (kind, f"{name} output"), f"{name} after") if model.sandwich_norm else []
     if model.hidden_dropout:
         steps.append(dropout_step(model, b, name))
     return steps

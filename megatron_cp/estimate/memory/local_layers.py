@@ -15,6 +15,7 @@ from megatron_cp.estimate.memory.local_blocks import (
     after_steps,
     column_step,
     dropout_step,
+    last_norm_steps,
     norm_steps,
     residual,
     row_step,
@@ -26,9 +27,10 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 __all__ = [
     "attention_steps",
     "dropout_step",
-    "ending_steps",
     "experts_steps",
+    "last_norm_steps",
     "latent_attention_steps",
+    "loss_steps",
     "mamba_steps",
     "mlp_products",
     "mlp_steps",
@@ -63,7 +65,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     if rotates:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({ANGLES: tables}, width + 3 * q))
-    core = core_steps(model, b, q, k, k, q, width)
+    read = max(k, channels * b)  # with fewer groups than ranks, each has a whole head of keys
+    core = core_steps(model, b, q, read, read, q, width)
     if plain:  # keys, and queries of one or all groups, are where the projection has left them
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
@@ -100,7 +103,7 @@ def core_steps(model: ModelConfig, b: int, q: float, k: float, v: float, out: fl
     if v != k:  # the kernel wants heads of one size: it pads values, outputs and their gradients
         results = q + 2 * k
         if (ATTENTION, "k read") not in keeps:  # gathered
-            gradients += results / 2 + (k + 2 * q) / 2
+            gradients += 0.75 * cp * (k - v) + (k + 2 * q) / 2
         elif ring > 1:
             gradients = out + 4 * (k + v) + q + results + (k + 2 * q) / 2
         elif one_tile(model):
@@ -184,7 +187,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps.append(Step(keeps, out + out / local + 3 * e / local))
     forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
     if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
-        forward += 3 * out + topk / parts * inside - stream
+        forward += 3 * out + topk / parts * inside - 2 * stream
     else:
         forward += 2 * out
     steps.append(Step({(EXPERTS, "activation"): e}, out + e / local, inside * width, forward=forward))
@@ -221,12 +224,14 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
 def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     """Return the steps of the scan in PyTorch (models/layers/mamba/ssd.py), in float32"""
     tp, whole = model.tensor_model_parallel_size, MambaShape.of(model)
-    shape = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    own = MambaShape(whole.heads // tp, max(1, whole.groups // tp), whole.head_dim, whole.state_dim)
+    # Context parallel ranks exchange tokens for heads. Ranks whose heads share a group have a copy of it each.
+    shape = replace(own, groups=max(own.groups, model.context_parallel_size))
     heads, inner, conv, f = shape.heads, shape.inner * 4, sum(shape.convolved) * 4, 4
     states, pair, within = shape.groups * shape.state_dim * f, shape.groups * CHUNK_SIZE * f, heads * CHUNK_SIZE * f
     of_heads, chunk_states = heads * shape.state_dim * f, inner * shape.state_dim / CHUNK_SIZE
     projected = sum(shape.projected)
-    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", projected)]
+    steps = [*norm_steps(model, b, "mamba"), column_step(model, b, "mamba", sum(own.projected))]
     keeps: dict[tuple[str, str], float] = {(MAMBA, "projected"): projected * b, (MAMBA, "convolution"): 5 * conv}
     steps.append(Step(keeps, 3 * conv + projected * b))
     steps.append(Step({(MAMBA, "steps"): 2 * heads * f, (MAMBA, "x dt"): inner}, conv + 3 * inner))
@@ -238,26 +243,27 @@ def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     steps.append(Step(keeps, of_heads + 4 * inner))
     keeps = {(MAMBA, "from before"): inner, (MAMBA, "y"): inner, (MAMBA, "z"): inner, (MAMBA, "gated"): inner}
     steps.append(Step(keeps, 3 * inner))
-    steps.append(Step({(MAMBA, "normalized groups"): inner, (MAMBA, "roots"): 2 * shape.groups * f}, 4 * inner))
+    # The norm's backward pass frees the normalized groups before its last part, as other norms do.
+    steps.append(Step({(MAMBA, "roots"): 2 * shape.groups * f}, 5 * inner + shape.groups * f))
+    steps.append(Step({(MAMBA, "normalized groups"): inner}, 4 * inner))
     return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
 
 
-def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """Return the steps of last norm, output layer and loss, in place, in float32."""
+def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None, two: bool) -> list[Step]:
+    """Return the steps of output layer and loss, in place, in float32.
+
+    two: there are no more than two pieces. The sum of their weight's gradients is then the first one, in float32.
+    """
     output = column_step(model, b, "ending", rows)
     whole = model.hidden_size * b
     if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum
         piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
-        return [
-            *norm_steps(model, b, "ending"),
-            Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * (2 + 4 / b)),
-        ]
+        weights = 2 + 4 / b - (two and b == 4)
+        return [Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * weights)]
     logits = {(LOGITS, "softmax"): rows * 4.0}
     small = {(LOGITS, "targets"): 17.0}
-    keeps = {**output.keeps, **logits}
     rounded = rows * b if b < 4 else 0
     return [
-        *norm_steps(model, b, "ending"),
-        Step(keeps, output.gradients - rows * b + rounded, output.weight),
+        Step({**output.keeps, **logits}, output.gradients - rows * b + rounded, output.weight),
         Step({**logits, **small}, 8.0),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +9,7 @@ from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.job import Job, MemoryEstimate
 from megatron_cp.estimate.memory.local_blocks import residual
+from megatron_cp.estimate.memory.parameters import state_bytes
 from megatron_cp.estimate.memory.parts import (
     LayerSettings,
     embedding_cost,
@@ -17,13 +17,11 @@ from megatron_cp.estimate.memory.parts import (
     layer_cost,
     whole_layers_again,
 )
+from megatron_cp.estimate.memory.peaks import Kinds, bytes_of_chunks, left_behind, peak_of_chunk
 from megatron_cp.estimate.memory.platform import Platform, gpu_of
 from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
-from megatron_cp.estimate.memory.states import state_bytes
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
-
-Kinds = defaultdict[str, float]  # bytes by kind
 
 BATCH = 8 + 8 + 8 + 4  # bytes of a token's id, label and position, and of its place in the loss mask
 
@@ -67,34 +65,48 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         costs[0] = [embedding_cost(settings), *costs[0]]
     if last:
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
-        chunk = model.cross_entropy_chunk_size
-        ending = ending_costs(settings, rows, chunk if chunk and chunk < tokens else None)
+        piece = model.cross_entropy_chunk_size
+        at_once = piece if piece and piece < tokens else None
+        ending = ending_costs(settings, rows, at_once, two=tokens <= 2 * (piece or 0))
         costs[-1] = [*costs[-1], *ending]
     stream = tokens * residual(model, settings.item)
-    waiting = [[0.0] * len(parts) for parts in costs]
-    if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
-        weight = rows * model.hidden_size * settings.item  # its gradient waits until the embedding's last use
-        waiting[0] = [weight] * (len(costs[0]) - len(ending)) + [0.0] * len(ending)
-    elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
-        waiting[0] = [stream] * (len(costs[0]) - 1) + [0.0]
-    worst = [_worst(parts, tokens, more) for parts, more in zip(costs, waiting, strict=True)]
-    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
+    exchanged = dict.fromkeys((RESIDUAL, "buffers"), stream * _interleaves(model, stage, job.microbatches))
+    before, waiting = exchanged, [[exchanged] * len(parts) for parts in costs]
     states = backward_states(model, stage, job.microbatches)
-    chunk, under_way = max(
-        states, key=lambda state: worst[state[0]][0] + sum(n * size for n, size in zip(state[1], sizes, strict=True))
-    )
+    if last:
+        waiting[-1][len(costs[-1]) - len(ending) :] = [{}] * len(ending)
+    if last and stage == 0 and (model.share_embeddings_and_output_weights or model.mtp_num_layers):
+        weight = float(rows * model.hidden_size * settings.item)  # its gradient waits until the embedding's last use
+        waiting[0] = [{"buffers": weight}] * (len(costs[0]) - len(ending)) + [{}] * len(ending)
+    elif not last and len(chunks) == 1:  # the gradient that the next stage has sent, but in the layer that reads it
+        waiting[0] = [{"buffers": stream}] * (len(costs[0]) - 1) + [{}]
+    if len(chunks) == 1 and job.microbatches > states[0].under_way[0]:
+        # Variables of the schedule hold tensors of the backward pass before: the gradient that came, and by the
+        # output's graph the input. The gradient that is sent is among what stages exchange.
+        before = {RESIDUAL: stream * (stage > 0), "buffers": stream * (not last)}
+    sizes = [sum(part.size for part in parts) * tokens for parts in costs]
+    left = [left_behind(parts, stage > 0, tokens) for parts in costs]
+    of_state = {each: (each.chunk, each.done[each.chunk] and any(left[each.chunk])) for each in states}
+    peaks = {
+        (chunk, again): peak_of_chunk(costs[chunk], tokens * job.pack_load, waiting[chunk], before, again, stage > 0)
+        for chunk, again in set(of_state.values())
+    }
+    state = max(states, key=lambda each: peaks[of_state[each]].total + bytes_of_chunks(each, sizes, left))
+    chunk, under_way, peak = state.chunk, state.under_way, peaks[of_state[state]]
     inputs = [sum(buffer_bytes(int(part.host * tokens)) for part in parts if part.host) for parts in costs]
-    host = max(sum(n * size for n, size in zip(counts, inputs, strict=True)) for _, counts in states)
+    host = max(sum(n * size for n, size in zip(each.under_way, inputs, strict=True)) for each in states)
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:
             for kind, size in part.kept.items():
                 kept[kind] += size * microbatches * tokens
     kinds = kept.copy()
-    for kind, size in worst[chunk][1].items():
+    for number in (number for number, done in enumerate(state.done) if done and number != chunk):
+        kinds[RESIDUAL] += left[number][0]
+        kinds["buffers"] += left[number][1]
+    for kind, size in peak.added.items():
         kinds[kind] += size
-    in_layers = chunk < len(chunks) - 1 or worst[chunk][2] < len(costs[chunk]) - len(ending)
-    received, sent = _between_stages(model, stage, job.microbatches, in_layers)
+    received, sent = _between_stages(model, stage, job.microbatches)
     kinds[RESIDUAL] += received * stream
     kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
@@ -105,8 +117,13 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
     if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
         kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
-    kinds[ATTENTION] += _kept_angles(model, chunks) * tokens / job.micro_batch_size
-    kinds[EXPERTS] += _kept_routes(model, chunks) * tokens
+    kinds[ATTENTION] += _kept_angles(model, chunks) * job.positions_per_rank
+    if job.lengths:  # each token's position in its document, in 8 bytes; the largest packs come first
+        kinds[ATTENTION] += 8 * tokens * max(under_way)
+    for number, parts in enumerate(costs):  # those of forward passes, and those that recomputation has made again
+        again = len(parts) * (not state.done[number]) if number != chunk else peak.place + 1
+        kinds[EXPERTS] += sum(part.routes for part in parts[: again - (number == chunk)]) * tokens
+        kinds["buffers"] += sum(part.routes for part in parts[again:]) * tokens
     activations = sum(kinds.values())
     kinds["buffers"] += BATCH * tokens * job.microbatches
     kinds.update(held)
@@ -115,11 +132,8 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     return MemoryEstimate(dict(kinds), stage, host)
 
 
-def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers: bool) -> tuple[int, int]:
-    """Count the residual-sized tensors that a stage has received or sends.
-
-    in_layers: the peak is in a layer, whose output's gradient another stage has sent.
-    """
+def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:
+    """Count the residual-sized tensors that a stage has received or sends, wherever its peak is."""
     pp = model.pipeline_model_parallel_size
     if pp == 1 or microbatches == 1:
         return 0, 0
@@ -127,24 +141,28 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int, in_layers
         return (0, 1) if stage else (0, 0)
     if microbatches <= pp:  # all forward passes are over
         return (1, 1) if stage else (0, 0)
-    return (2 + in_layers, 3 + in_layers) if stage else (1, 2)
+    return (2, 3) if stage else (1, 2)
 
 
-def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> int:
-    """Count the bytes per position of latent attention's cached rotary angles."""
-    layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
-    return layers * model.qk_pos_emb_head_dim * 4 if model.multi_latent_attention else 0
+def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
+    """Return whether a stage exchanges two more tensors while its layers run: one received, one sent."""
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
 
 
-def _kept_routes(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
-    """Count the bytes per token that dispatchers of recomputed layers hold."""
-    again = model.recompute_granularity == "full" or "moe" in (model.recompute_modules or [])
-    layers = [parts.count("E") for chunk in chunks for parts in chunk]
-    running = sum(layers) * (model.recompute_num_layers or 1) / len(layers)  # among what is recomputed at the peak
-    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    return (
-        again * max(0.0, sum(layers) - running) * (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
-    )
+def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
+    """Count the bytes per position of cached rotary angles, which are float32.
+
+    Each of latent attention's layers has its own; other layers share those of their chunk, and have another table where
+    windows have their own base.
+    """
+    if model.multi_latent_attention:
+        layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
+        return layers * model.qk_pos_emb_head_dim * 4
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return 0.0
+    channels = model.kv_channels or model.hidden_size // model.num_attention_heads
+    return len(chunks) * (1 + model.has_local_rotary) * channels * model.rotary_percent * 4
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
@@ -173,29 +191,3 @@ def _costs_of_chunk(settings: LayerSettings, chunk: Chunk, received: bool, ends_
     staying = {0 if received else None, len(groups) - 1 if ends_model and not rest else None}
     again = [whole_layers_again(settings, group, number in staying) for number, group in enumerate(groups)]
     return again + [layer_cost(settings, part) for parts in rest for part in parts]
-
-
-def _worst(parts: Sequence[PartCost], tokens: float, waiting: Sequence[float]) -> tuple[float, Kinds, int]:
-    """Return what a backward pass adds at its peak: sum, kinds, place.
-
-    waiting: bytes that other gradients hold while a part's backward pass runs.
-    """
-    total, most, place = 0.0, -math.inf, 0
-    known: set[int] = set()
-    for number in reversed(range(len(parts))):
-        part = parts[number]
-        total -= part.size * tokens
-        if id(part) in known:  # the same, with less beside it
-            continue
-        known.add(id(part))
-        if (here := total + part.worst(tokens).total(tokens) + waiting[number]) > most:
-            most, place = here, number
-    added: Kinds = defaultdict(float)
-    for part in parts[place:]:
-        for kind, size in part.kept.items():
-            added[kind] -= size * tokens
-    moment = parts[place].worst(tokens)
-    for kind, size in moment.kept.items():
-        added[kind] += size * tokens
-    added["buffers"] += moment.gradients * tokens + moment.weight + waiting[place]
-    return most, added, place

@@ -85,7 +85,8 @@ def layer_cost(settings: LayerSettings, parts: str) -> PartCost:
     stream = residual(model, b)
     chosen = (model.recompute_modules or ["core_attn"]) if model.recompute_granularity == "selective" else []
     steps = [_with_recomputation(settings, _steps(settings, layers, part), chosen) for part in parts]
-    return in_sequence([cost_of(each, stream) for each in steps])
+    cost = in_sequence([cost_of(each, stream) for each in steps])
+    return replace(cost, routes=parts.count("E") * _routes(settings)) if "moe" in chosen else cost
 
 
 def _steps(settings: LayerSettings, layers: ModuleType, part: str) -> list[Step]:
@@ -121,7 +122,7 @@ def in_sequence(parts: Sequence[PartCost]) -> PartCost:
     for part in parts:
         before = Counter(kept)
         moments += [
-            Moment({**before, **{k: before[k] + v for k, v in moment.kept.items()}}, moment.gradients, moment.weight)
+            replace(moment, kept={**before, **{k: before[k] + v for k, v in moment.kept.items()}})
             for moment in part.moments
         ]
         kept.update(part.kept)
@@ -158,16 +159,21 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
     """
     stream = residual(settings.model, settings.item)
     *before, last = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
-    cost = in_sequence([*(beside(each, stream, 0.0) for each in before), last])  # the output's gradient stays
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
     here = kept * (1 + settings.offloads)
-    moments = [
-        Moment({RESIDUAL: here}, sum(moment.kept.values()) + moment.gradients, moment.weight) for moment in cost.moments
-    ]
+    waiting = [beside(each, stream, 0.0) for each in before]  # the output's gradient stays
+    cost = _again(settings, [*waiting, last], here, "".join(parts))
     away = kept if settings.offloads and not stays else 0.0
-    return PartCost({RESIDUAL: kept - away}, moments, away)
+    return replace(cost, kept={RESIDUAL: kept - away}, host=away, leaves=stream * (cost.leaves > 0))
+
+
+def _routes(settings: LayerSettings) -> float:
+    """Return bytes a token of what the dispatcher of a recomputed layer still holds: probabilities, map and order."""
+    model = settings.model
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
 
 
 @lru_cache(maxsize=4096)
@@ -182,26 +188,27 @@ def embedding_cost(settings: LayerSettings) -> PartCost:
 
 
 @lru_cache(maxsize=4096)
-def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> list[PartCost]:
+def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None, two: bool) -> list[PartCost]:
     """Return the last norm, layers of multi-token prediction, output layer and loss.
 
     rows: vocabulary on this rank. tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
+    two: it makes no more than two pieces.
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    steps = layers.ending_steps(model, b, rows, tokens_at_once)
+    norm, loss = layers.last_norm_steps(model, b), layers.loss_steps(model, b, rows, tokens_at_once, two)
     if not (depths := model.mtp_num_layers or 0):
-        return [cost_of(steps, 0.0)]
+        return [cost_of([*norm, *loss], 0.0)]
     stream, weight = residual(model, b), float(rows * model.hidden_size * b)
     outputs = (1 + depths) * stream  # of the main model and each depth, in one tensor; its gradient is another
-    parts = [cost_of(steps[:1], stream)]
+    parts = [cost_of(norm, stream)]
     for depth in range(1, depths + 1):
         waits = model.share_embeddings_and_output_weights or depth < depths
         parts += [beside(part, outputs, weight * waits) for part in _depth_costs(settings, layers, depth)]
     parts.append(cost_of([Step({}, 2 * outputs), Step({(RESIDUAL, "outputs"): outputs}, 0.0)], 0.0))
-    keeps = {key: size for key, size in steps[1].keeps.items() if key[0] != RESIDUAL}
-    loss = cost_of([replace(steps[1], keeps=keeps), *steps[2:]], 0.0)
-    return parts + [beside(loss, done * stream, weight * (done > 0)) for done in range(depths, -1, -1)]
+    keeps = {key: size for key, size in loss[0].keeps.items() if key[0] != RESIDUAL}
+    of_depth = cost_of([replace(loss[0], keeps=keeps), *loss[1:]], 0.0)
+    return parts + [beside(of_depth, done * stream, weight * (done > 0)) for done in range(depths, -1, -1)]
 
 
 def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> list[PartCost]:
@@ -209,9 +216,24 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
     stream = residual(model, b)
     norms = [*layers.norm_steps(model, b, "embedding of mtp"), *layers.norm_steps(model, b, "states of mtp")]
     joined = cost_of([*norms, Step({(RESIDUAL, "joined"): 2 * stream}, 4 * stream)], stream)
+    # All ranks' tokens; this rank's are a view of them, which the layer keeps.
+    gathered = cost_of([Step({(RESIDUAL, "gathered"): model.hidden_size * b - stream}, 0.0)], stream)
     last_norm = cost_of(layers.norm_steps(model, b, "mtp"), stream)
     layer = mtp_depths(model)[0 if model.mtp_use_repeated_layer else depth - 1]
-    return [embedding_cost(settings), joined, *(layer_cost(settings, parts) for parts in layer), last_norm]
+    inside = [joined, gathered, *(layer_cost(settings, parts) for parts in layer), last_norm]
+    if model.recompute_granularity == "full" and model.recompute_method == "uniform":
+        inside = [_again(settings, inside, 2 * stream, "".join(layer))]  # of states and embedding
+    return [embedding_cost(settings), *inside]
+
+
+def _again(settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str) -> PartCost:
+    """Join recomputed parts, of which ``kept`` bytes a token of input stay. letters: of their layers."""
+    moments = [
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
+        for moment in in_sequence(parts).moments
+    ]
+    experts = letters.count("E")
+    return PartCost({RESIDUAL: kept}, moments, 0.0, experts * _routes(settings), kept * (experts > 0))
 
 
 def beside(part: PartCost, gradients: float, weight: float) -> PartCost:

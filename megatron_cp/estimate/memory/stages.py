@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.models.hybrid_pattern import with_stages
 
-States = tuple[tuple[int, tuple[int, ...]], ...]
+
+class State(NamedTuple):
+    """A moment of a schedule: the chunk whose backward pass runs, and how far the chunks are.
+
+    under_way: each chunk's microbatches between forward and backward pass. done: whether each chunk's last pass was a
+    backward pass.
+    """
+
+    chunk: int
+    under_way: tuple[int, ...]
+    done: tuple[bool, ...]
+
+
+States = tuple[State, ...]
 Chunk = tuple[str, ...]  # part letters of each layer, as in ``model.layer_types``
 
 
@@ -50,15 +64,15 @@ def _layers_of_stage(model: ModelConfig, stage: int) -> int:
 
 
 def backward_states(model: ModelConfig, stage: int, microbatches: int) -> States:
-    """Return each chunk's backward pass with the microbatches in flight per chunk.
+    """Return the moments of a stage's backward passes.
 
-    A microbatch is in flight between its forward and its backward pass. Schedules are those of megatron-core 0.19.2
+    Schedules are those of megatron-core 0.19.2
     (``pipeline_parallel/schedules.py``): 1F1B, and interleaved 1F1B with virtual stages. The interleaved schedule runs
     groups of ``microbatch_group_size_per_vp_stage`` microbatches.
     """
     pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     if virtual == 1:
-        return ((0, (min(microbatches, pp - stage),)),)
+        return (State(0, (min(microbatches, pp - stage),), (False,)),)
     group = model.microbatch_group_size_per_vp_stage or pp
     return _interleaved(pp, virtual, group, stage, min(microbatches, 3 * max(pp, group)))
 
@@ -72,12 +86,14 @@ def _interleaved(pp: int, virtual: int, group: int, stage: int, microbatches: in
         for _ in range(min(group, microbatches - first))
     ]
     warmup = min(len(order), 2 * (pp - stage - 1) + (virtual - 1) * group)
-    counts = Counter(order[:warmup])
-    states: dict[tuple[int, tuple[int, ...]], None] = {}  # in order, each once
+    counts, done = Counter(order[:warmup]), [False] * virtual
+    states: dict[State, None] = {}  # in order, each once
     for number in range(len(order)):
         if warmup + number < len(order):
             counts[order[warmup + number]] += 1
+            done[order[warmup + number]] = False
         chunk = virtual - 1 - order[number]
-        states[chunk, tuple(counts[each] for each in range(virtual))] = None
+        states[State(chunk, tuple(counts[each] for each in range(virtual)), tuple(done))] = None
         counts[chunk] -= 1
+        done[chunk] = True
     return tuple(states)

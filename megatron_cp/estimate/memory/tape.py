@@ -16,11 +16,12 @@ EXPERTS, MAMBA, LOGITS = "activations: experts", "activations: mamba", "logits"
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory of a part at one moment of its backward pass."""
+    """The memory of a part at one moment of its backward pass, or of its ``forward`` pass."""
 
     kept: Mapping[str, float]
     gradients: float
     weight: float
+    forward: bool = False
 
     def total(self, tokens: float) -> float:
         return (sum(self.kept.values()) + self.gradients) * tokens + self.weight
@@ -52,18 +53,24 @@ class PartCost:
     """The memory of a part.
 
     kept: bytes a token by kind, from forward to backward. moments: candidates for the peak. host: bytes a token in host
-    memory, from forward to backward."""
+    memory, from forward to backward. routes: bytes a token that its dispatchers hold from one forward pass to the next.
+    leaves: bytes a token of its input, which routes hold by their graph after the backward pass; and as many of its
+    gradient.
+    """
 
     kept: Mapping[str, float]
     moments: Sequence[Moment]
     host: float = 0.0
+    routes: float = 0.0
+    leaves: float = 0.0
     size: float = field(init=False)  # of all that is kept
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", sum(self.kept.values()))
 
-    def worst(self, tokens: float) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total(tokens))
+    def worst(self, tokens: float, forward: float = 0.0, backward: float = 0.0) -> Moment:
+        """Return the largest moment; ``forward`` and ``backward`` are bytes beside the part in each pass."""
+        return max(self.moments, key=lambda each: each.total(tokens) + (forward if each.forward else backward))
 
 
 def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
@@ -81,7 +88,7 @@ def cost_of(steps: Sequence[Step], stream: float) -> PartCost:
         so_far.update(step.keeps)
         if step.forward:
             own = next(kind for kind, _ in step.keeps)
-            moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0))
+            moments.append(Moment(_by_kind(so_far | {(own, ""): step.forward}), 0.0, 0.0, forward=True))
     for place in reversed(range(len(steps))):
         step = steps[place]
         for gradients, weight in [(each.gradients, each.weight) for each in step.again] or [
@@ -102,10 +109,10 @@ def _by_kind(tensors: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 
 def _undominated(moments: Sequence[Moment]) -> list[Moment]:
-    """Drop moments that another one exceeds whatever the tokens."""
+    """Drop moments that another one of the same pass exceeds whatever the tokens."""
     rest = []
     for moment in moments:
-        others = (each for each in moments if each is not moment)
+        others = (each for each in moments if each is not moment and each.forward == moment.forward)
         size = moment.total(1) - moment.weight
         if not any(each.total(1) - each.weight > size and each.weight >= moment.weight for each in others):
             rest.append(moment)

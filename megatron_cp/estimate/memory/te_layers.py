@@ -40,9 +40,13 @@ def dropout_step(model: ModelConfig, b: int, name: str) -> Step:
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
     """Return the step of a norm without a fused product."""
-    roots = 4.0 if model.normalization == "RMSNorm" else 8.0
+    roots = (4.0 if model.normalization == "RMSNorm" else 8.0) / local_blocks.sequence_parts(model)
     keeps = {(RESIDUAL, f"{name} input"): residual(model, b), (RESIDUAL, f"{name} root"): roots}
     return [Step(keeps, 3 * residual(model, b))]
+
+
+def last_norm_steps(model: ModelConfig, b: int) -> list[Step]:
+    return norm_steps(model, b, "ending")
 
 
 def _norm_output(model: ModelConfig, b: int) -> float:
@@ -92,7 +96,7 @@ def latent_attention_steps(model: ModelConfig, b: int, micro_batch_size: int) ->
     padded = q if model.sequence_packing_scheduler else v  # megatron-core pads the values of packs
     compressed = ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim) * b
     steps = [
-        Step({(RESIDUAL, "attention input"): stream, (RESIDUAL, "attention root"): 4.0}, 3 * stream),
+        *norm_steps(model, b, "attention"),
         Step({(RESIDUAL, "attention output"): _norm_output(model, b)}, 2 * stream + compressed),
         Step({(ATTENTION, "compressed"): 2 * compressed}, 2 * compressed + q + v),
         Step({}, 3 * q + v),
@@ -144,8 +148,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps = [
         replace(step, module="moe", inputs={(RESIDUAL, "experts output"): _norm_output(model, b)}) for step in steps
     ]
-    norm = Step({(RESIDUAL, "experts input"): stream, (RESIDUAL, "experts root"): 4.0}, 3 * stream)
-    return [norm, *steps, *after_steps(model, b, EXPERTS, "experts")]
+    return [*norm_steps(model, b, "experts"), *steps, *after_steps(model, b, EXPERTS, "experts")]
 
 
 def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
@@ -165,19 +168,18 @@ def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     ]
 
 
-def ending_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
-    """Return the steps of final norm, output layer and loss.
+def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None, two: bool) -> list[Step]:
+    """Return the steps of output layer and loss.
 
     TE's loss writes gradients over the logits. Other losses use float32, as on a CPU.
     """
     if fused_loss(model, te_layers=True) != "te":
-        return [*norm_steps(model, b, "ending"), *local_layers.ending_steps(model, b, rows, tokens_at_once)[1:]]
+        return local_layers.loss_steps(model, b, rows, tokens_at_once, two)
     stream, whole = residual(model, b), model.hidden_size * b
-    norm = Step({(RESIDUAL, "ending input"): stream, (RESIDUAL, "ending root"): 4.0}, 2 * stream)
     keeps = {(RESIDUAL, "ending output"): stream}
     gathered = 2 * whole if model.sequence_parallel else whole
     if tokens_at_once is not None:
         piece = tokens_at_once * (rows * b + whole)
-        return [norm, Step(keeps, stream + 8.0, piece + whole * rows * (2 + 4 / b))]
+        return [Step(keeps, stream + 8.0, piece + whole * rows * (2 + 4 / b))]
     logits = {(LOGITS, "logits"): float(rows * b)}
-    return [norm, Step({**keeps, **logits}, stream + gathered, whole * rows), Step(logits, rows * b / 8)]
+    return [Step({**keeps, **logits}, stream + gathered, whole * rows), Step(logits, rows * b / 8)]

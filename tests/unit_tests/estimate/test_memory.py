@@ -58,21 +58,25 @@ _DEPTHS = dict(
     model__recompute_granularity="selective",
     model__recompute_modules=["mlp"],
 )
-_GROUPS = dict(  # so that attention has the peak
-    model__attention_head_groups=2,
-    model__num_query_groups=8,
-    model__ffn_hidden_size=32,
-    model__cross_entropy_chunk_size=64,
+_RECOMPUTED = dict(
     model__recompute_granularity="full",
     model__recompute_method="uniform",
     model__recompute_num_layers=1,
+    model__cross_entropy_chunk_size=64,
+)
+_GROUPS = _RECOMPUTED | dict(  # so that attention has the peak
+    model__attention_head_groups=2,
+    model__num_query_groups=8,
+    model__ffn_hidden_size=32,
     dataset__seq_length=1024,
     train__micro_batch_size=1,
 )
 _OVERLAP = _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a", model__overlap_head_groups=True)
 LAYOUTS = {
     "dropout and sandwich norms": (1, dict(model__hidden_dropout=0.1, model__sandwich_norm=True)),
-    "sequence parallel": (2, _TENSOR),
+    "sequence parallel, depths": (2, _TENSOR | dict(model__mtp_num_layers=2)),
+    "recomputed experts": (1, _RECOMPUTED | _EXPERTS | dict(model__num_layers=8)),
+    "recomputed depth": (1, _RECOMPUTED | dict(model__mtp_num_layers=1)),
     "gathered keys": (2, dict(model__context_parallel_size=2, model__cp_comm_type="all_gather")),
     "interleaved stages, few microbatches": (2, _STAGES | dict(train__global_batch_size=2)),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
@@ -200,8 +204,12 @@ def test_an_interleaved_stage_has_more_microbatches_under_way() -> None:
     1 + (pp - 1) / (pp * vpp) microbatches' layers.
     """
     model = _model(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    assert max(sum(counts) for _, counts in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
-    assert backward_states(_model(pipeline_model_parallel_size=4), 1, 64) == ((0, (3,)),)
+    assert max(sum(each.under_way) for each in backward_states(model, 0, 64)) == 4 * 2 * (1 + 3 / 8)
+    # The second backward pass of the second chunk follows the first one, without a forward pass of it between them.
+    two = _model(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert [each.done for each in backward_states(two, 0, 4)][:3] == [(False, False), (False, True), (False, False)]
+    (state,) = backward_states(_model(pipeline_model_parallel_size=4), 1, 64)
+    assert (state.chunk, state.under_way) == (0, (3,))
 
 
 def test_the_host_holds_all_inputs_but_two() -> None:
