@@ -70,7 +70,7 @@ def count(overrides: dict[str, Any], crowded: bool = False) -> Counted:
 
 
 def of_packs(tokens: Sequence[Sequence[int]], own: int, under_way: Sequence[int]) -> tuple[int, float, float]:
-    """Return the tokens, expert load and pack load of a job, which are those of the largest packs.
+    """Return the tokens, expert load and pack load of a job: of the largest packs.
 
     tokens: of the microbatches of all ranks that share experts. under_way: how many chunks hold a microbatch, for each
     microbatch that is under way at once, from the oldest.

@@ -55,7 +55,10 @@ class Job:
 
     @property
     def positions_per_rank(self) -> int:
-        """Positions of a rank's tables: of its part of a sample, or of the longest packed document."""
+        """Positions of a rank's tables.
+
+        They are those of its part of a sample, or of the longest packed document.
+        """
         return max(self.lengths) if self.lengths else -(-(self.model.seq_length or 0) // self.layout.cp)
 
 

@@ -133,7 +133,10 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
 
 
 def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:
-    """Count the residual-sized tensors that a stage has received or sends, wherever its peak is."""
+    """Count the residual-sized tensors that a stage holds for others at any peak.
+
+    Returns received and sent ones.
+    """
     pp = model.pipeline_model_parallel_size
     if pp == 1 or microbatches == 1:
         return 0, 0
@@ -145,7 +148,10 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
 
 
 def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
-    """Return whether a stage exchanges two more tensors while its layers run: one received, one sent."""
+    """Return whether a stage exchanges two more tensors while its layers run.
+
+    One is received, one sent.
+    """
     virtual = model.virtual_pipeline_model_parallel_size or 1
     return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
 

@@ -170,7 +170,10 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
 
 
 def _routes(settings: LayerSettings) -> float:
-    """Return bytes a token of what the dispatcher of a recomputed layer still holds: probabilities, map and order."""
+    """Return bytes a token that the dispatcher of a recomputed layer still holds.
+
+    They are probabilities, map and order.
+    """
     model = settings.model
     parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
     return (5 * (model.num_moe_experts or 0) + 8 * model.moe_router_topk) / parts
@@ -227,7 +230,10 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
 
 
 def _again(settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str) -> PartCost:
-    """Join recomputed parts, of which ``kept`` bytes a token of input stay. letters: of their layers."""
+    """Join recomputed parts, of which ``kept`` bytes a token of input stay.
+
+    letters: of their layers.
+    """
     moments = [
         Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
         for moment in in_sequence(parts).moments

@@ -14,7 +14,10 @@ Kinds = defaultdict[str, float]  # bytes by kind
 
 
 class Peak(NamedTuple):
-    """What a microbatch adds to all that is kept, in sum and by kind, at its peak in the part at ``place``."""
+    """What a microbatch adds to all that is kept, at its peak.
+
+    It has the sum, the bytes by kind, and the place of the part.
+    """
 
     total: float
     added: Kinds
@@ -69,7 +72,9 @@ def peak_of_chunk(
 
 
 def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tuple[float, float]:
-    """Return bytes of inputs and of gradients that experts hold after a chunk's backward pass.
+    """Return bytes that experts hold after a chunk's backward pass.
+
+    They are of inputs and of gradients.
 
     received: another stage has sent the chunk's input, which is counted with what stages exchange.
     """
@@ -78,6 +83,9 @@ def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tup
 
 
 def bytes_of_chunks(state: State, sizes: Sequence[float], left: Sequence[tuple[float, float]]) -> float:
-    """Return the bytes of all microbatches under way, and of what other chunks' experts hold."""
+    """Return the bytes of all microbatches under way.
+
+    They include what other chunks' experts hold.
+    """
     held = sum(sum(each) for number, each in enumerate(left) if state.done[number] and number != state.chunk)
     return held + sum(n * size for n, size in zip(state.under_way, sizes, strict=True))

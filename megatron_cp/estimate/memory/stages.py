@@ -11,7 +11,9 @@ from megatron_cp.models.hybrid_pattern import with_stages
 
 
 class State(NamedTuple):
-    """A moment of a schedule: the chunk whose backward pass runs, and how far the chunks are.
+    """A moment of a schedule.
+
+    chunk: whose backward pass runs.
 
     under_way: each chunk's microbatches between forward and backward pass. done: whether each chunk's last pass was a
     backward pass.

@@ -16,7 +16,7 @@ EXPERTS, MAMBA, LOGITS = "activations: experts", "activations: mamba", "logits"
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory of a part at one moment of its backward pass, or of its ``forward`` pass."""
+    """The memory of a part at one moment of its backward or ``forward`` pass."""
 
     kept: Mapping[str, float]
     gradients: float
@@ -69,7 +69,10 @@ class PartCost:
         object.__setattr__(self, "size", sum(self.kept.values()))
 
     def worst(self, tokens: float, forward: float = 0.0, backward: float = 0.0) -> Moment:
-        """Return the largest moment; ``forward`` and ``backward`` are bytes beside the part in each pass."""
+        """Return the largest moment.
+
+        forward, backward: bytes beside the part in each pass.
+        """
         return max(self.moments, key=lambda each: each.total(tokens) + (forward if each.forward else backward))
 
 
