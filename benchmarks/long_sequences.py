@@ -2,14 +2,15 @@
 
 The memory is that of live tensors, on one CPU rank.
 
-    python benchmarks/long_sequences.py                                  # both parts
+    python benchmarks/long_sequences.py                                  # all parts
     python benchmarks/long_sequences.py --part memory --lengths 2048,4096,8192,16384,32768
+    python benchmarks/long_sequences.py --part layers --lengths 4096,8192
     python benchmarks/long_sequences.py --part time --rounds 15
 
 A Llama of 4 layers, hidden size 256, MLP width 1024 and 8 heads, float32, with the loss in chunks. Its attention has a
 window of 256 tokens: so the MLP is most of a step, and long sequences take minutes. The memory is the peak of live
-tensors beyond weights, gradients and optimizer (``tests/live_memory.py``). The time is of whole steps of two runs that
-alternate in one process.
+tensors beyond weights, gradients and optimizer (``tests/live_memory.py``). The part ``layers`` has full recomputation,
+tiles and groups of heads, by the number of layers. The time is of whole steps of two runs, in turns in one process.
 """
 
 from __future__ import annotations
@@ -87,6 +88,19 @@ def show_memory(lengths: list[int], tile: int) -> None:
     print("| slope, hidden sizes a token | " + " | ".join(f"{slope:.1f}" for slope in slopes) + " |")
 
 
+def show_layers(lengths: list[int], tile: int, layers: list[int]) -> None:
+    """Print the slopes with full recomputation, tiles and groups of heads, by the number of layers."""
+    short, long = lengths[-2:]
+    print(f"peak of {long} less that of {short} tokens, in inputs of a layer; everything on, tiles of {tile} tokens")
+    print("| layers | a token | a token and layer |\n|---|---|---|")
+    for count in layers:
+        more = {"model__num_layers": count, "model__num_query_groups": 8, "model__attention_head_groups": 8}
+        ways = [configuration(each, "full", tile) | more for each in (short, long)]
+        less, most = (run_ranks(peak, 1, each, timeout=3000)[0] for each in ways)
+        slope = (most - less) / ((long - short) * HIDDEN * 4)
+        print(f"| {count} | {slope:.2f} | {slope / count:.2f} |", flush=True)
+
+
 def times(length: int, recompute: str, tile: int, rounds: int) -> tuple[list[float], list[float]]:
     """Return seconds of steps without and with tiles, of two runs that alternate."""
     runs = [start(tiny_config(**configuration(length, recompute, each))) for each in (None, tile)]
@@ -119,14 +133,21 @@ def show_times(length: int, tile: int, rounds: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("memory", "time", "all"), default="all")
-    parser.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens of the memory part")
+    parser.add_argument("--part", choices=("memory", "layers", "time", "all"), default="all")
+    parser.add_argument(
+        "--lengths", default="2048,4096,8192,16384", help="tokens of the memory part; of the part layers the last two"
+    )
+    parser.add_argument("--layers", default="4,16,32", help="numbers of layers")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the time part")
     parser.add_argument("--tile", type=int, default=1024, help="model.mlp_chunk_size")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     if args.part in ("memory", "all"):
         show_memory([int(each) for each in args.lengths.split(",")], args.tile)
+    if args.part in ("layers", "all"):
+        show_layers(
+            [int(each) for each in args.lengths.split(",")], args.tile, [int(n) for n in args.layers.split(",")]
+        )
     if args.part in ("time", "all"):
         show_times(args.length, args.tile, args.rounds)
     return 0
