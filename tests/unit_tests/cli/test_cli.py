@@ -121,8 +121,8 @@ def test_a_run_logs_auto_settings_and_warnings(run, started, monkeypatch):
         "train", "--recipe", TINY, "model.cp_comm_type=auto", "model.hierarchical_context_parallel_sizes=null",
         "model.window_size=[8,4]", "--gpus-per-node", "2",
     )  # fmt: skip
-    assert code == 0 and "model.cp_comm_type=auto is a2a: the fastest of 4 " in out and "warning K12" in out
-    assert started[0].model.cp_comm_type == "a2a"
+    assert code == 0 and "model.cp_comm_type=auto is all_gather: the fastest of 4 " in out and "warning K12" in out
+    assert started[0].model.cp_comm_type == "all_gather"
     code, out, _ = run("train", "--recipe", TINY)
     assert (code, out) == (0, "")
 

@@ -154,7 +154,10 @@ def test_experts_may_lie_on_more_ranks_than_share_samples():
 
 
 def test_a_search_of_packs_schedules_few_layouts(monkeypatch):
-    """Each takes 0.1 s. The best are among those with the lowest bounds, and the frontier takes as many again."""
+    """The best are among those with the lowest bounds.
+
+    A schedule takes 0.1 s. The frontier takes as many again.
+    """
     scheduled = []
     monkeypatch.setattr(search, "_MOST_SIMULATED", 5)
     monkeypatch.setattr(search, "packed_time", lambda *args: scheduled.append(1) or packed_time(*args))
