@@ -111,8 +111,10 @@ def draw(path: Path, lengths: list[int], names: list[str], rows: list[list[int]]
     axes.plot(lengths, inputs, "--", color="grey", label="inputs of the layers alone")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MB of live tensors at the peak, without states")
     axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(top=10 * max(rows[-1]) / 1e6)  # room for the legend
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc="upper left")
     figure.savefig(path, dpi=130)
 
 
