@@ -65,7 +65,7 @@ class StagedAttention:
     def backward(
         self, out: Tensor, lse: Tensor | None, dout: Tensor, inputs: Sequence[Tensor], turn: int = 0
     ) -> Stages[list[Tensor | None]]:
-        """Return the gradients of ``inputs``, of which the tensors are functions.
+        """Return the gradients of ``inputs``, from which the tensors were computed.
 
         No forward kernel is started. ``out`` and ``lse`` are those of :meth:`forward`, and ``dout`` is the output's
         gradient. The order of sums does not depend on what is computed between the stages.

@@ -143,19 +143,21 @@ class Search:
         fitting = (step for step in steps if self._memory(base.at(step)).total <= self._capacity)
         return next(fitting, len(base.steps) - 1)
 
-    def _transports_to_estimate(self, base: _Base, step: int) -> Sequence[int]:
-        """Return the numbers of the transports to estimate.
+    def _transports_to_estimate(self, base: _Base, step: int) -> Iterator[int]:
+        """Yield the numbers of the transports to estimate.
 
-        Of packs only the fastest for equal packs, which takes no schedule.
+        Of packs only the fastest for equal packs that the rules accept: to schedule a layout takes longer than both.
         """
         numbers, lengths = range(len(base.transports)), self._space.lengths
         if lengths is None:
-            return numbers
+            yield from numbers
+            return
 
         def seconds(number: int) -> float:
             return self._models.time(packed_job(self._case(base.at(step, number)), lengths)).seconds
 
-        return [min(numbers, key=seconds)]
+        accepted = (number for number in sorted(numbers, key=seconds) if self._accepted(base.at(step, number)))
+        yield from itertools.islice(accepted, 1)
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
         """Return whether a CP group can use a transport.

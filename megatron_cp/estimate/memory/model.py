@@ -148,10 +148,7 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
 
 
 def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
-    """Return whether a stage exchanges two more tensors while its layers run.
-
-    One is received, one sent.
-    """
+    """Return whether a stage receives and sends a tensor while its layers run."""
     virtual = model.virtual_pipeline_model_parallel_size or 1
     return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
 

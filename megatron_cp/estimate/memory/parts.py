@@ -170,9 +170,9 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
 
 
 def _routes(settings: LayerSettings) -> float:
-    """Return bytes a token that the dispatcher of a recomputed layer still holds.
+    """Return bytes a token of a recomputed layer's dispatcher.
 
-    They are probabilities, map and order.
+    It keeps probabilities, a map and an order.
     """
     model = settings.model
     parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
@@ -230,9 +230,9 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
 
 
 def _again(settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str) -> PartCost:
-    """Join recomputed parts, of which ``kept`` bytes a token of input stay.
+    """Join recomputed parts.
 
-    letters: of their layers.
+    kept: bytes a token of the first part's input, which stays. letters: the types of the layers' parts.
     """
     moments = [
         Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)

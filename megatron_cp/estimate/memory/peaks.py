@@ -16,7 +16,7 @@ Kinds = defaultdict[str, float]  # bytes by kind
 class Peak(NamedTuple):
     """What a microbatch adds to all that is kept, at its peak.
 
-    It has the sum, the bytes by kind, and the place of the part.
+    total: bytes. added: the same by kind. place: number of the part.
     """
 
     total: float
@@ -72,9 +72,7 @@ def peak_of_chunk(
 
 
 def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tuple[float, float]:
-    """Return bytes that experts hold after a chunk's backward pass.
-
-    They are of inputs and of gradients.
+    """Return bytes of inputs and of gradients that experts hold after a backward pass.
 
     received: another stage has sent the chunk's input, which is counted with what stages exchange.
     """
@@ -83,9 +81,6 @@ def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tup
 
 
 def bytes_of_chunks(state: State, sizes: Sequence[float], left: Sequence[tuple[float, float]]) -> float:
-    """Return the bytes of all microbatches under way.
-
-    They include what other chunks' experts hold.
-    """
+    """Return the bytes of all microbatches under way, with other chunks' experts."""
     held = sum(sum(each) for number, each in enumerate(left) if state.done[number] and number != state.chunk)
     return held + sum(n * size for n, size in zip(state.under_way, sizes, strict=True))

@@ -153,21 +153,39 @@ def test_experts_may_lie_on_more_ranks_than_share_samples():
     assert 0 < estimated.kinds["matrix products"] < estimated.seconds
 
 
-def test_a_search_of_packs_schedules_few_layouts(monkeypatch):
-    """The best are among those with the lowest bounds.
-
-    A schedule takes 0.1 s. The frontier takes as many again.
-    """
+@pytest.fixture
+def few_schedules(monkeypatch):
+    """Return a search that schedules five layouts before ranking, and the schedules."""
     scheduled = []
     monkeypatch.setattr(search, "_MOST_SIMULATED", 5)
     monkeypatch.setattr(search, "packed_time", lambda *args: scheduled.append(1) or packed_time(*args))
     config = with_overrides(load_recipe(RECIPE), ["model.sequence_packing_scheduler=default_dynamic_cp"])
-    lengths, models = (512,) * 60 + (32768,) * 2, Models.on(load_device("h100"), 8)
-    space = Space(Case(config, 16, 8, Environment.of("gpu")), (), 8, lengths)
-    best = Search(space, 72 * 2**30, models).run(3)
-    assert len(scheduled) <= 5 + 5 + search._MOST_SHOWN and best.fitting and best.frontier
+    space = Space(Case(config, 16, 8, Environment.of("gpu")), (), 8, (512,) * 60 + (32768,) * 2)
+    return Search(space, 72 * 2**30, Models.on(load_device("h100"), 8)), scheduled
+
+
+def test_a_search_of_packs_schedules_few_layouts(few_schedules):
+    """The frontier takes as many again, and layouts that do not fit take one each."""
+    packs, scheduled = few_schedules
+    best = packs.run(3)
+    assert len(scheduled) <= 5 + 5 + len(best.too_large) and best.fitting and best.frontier
     shown = [each.layout.time.seconds for each in best.too_large]
     assert shown == sorted(shown)
+
+
+def test_refused_layouts_of_packs_are_not_scheduled(few_schedules, monkeypatch):
+    """Accepted layouts are found although many faster ones are refused."""
+    packs, _ = few_schedules
+    real, refused = Search._accepted, []
+
+    def refuses_the_first(self, settings):
+        if len(refused) < 8:
+            refused.append(settings)
+            return False
+        return real(self, settings)
+
+    monkeypatch.setattr(Search, "_accepted", refuses_the_first)
+    assert packs.run(1).fitting
 
 
 @pytest.mark.parametrize(
