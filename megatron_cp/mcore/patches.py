@@ -23,6 +23,7 @@ def apply() -> None:
     _optimizer_state_of_several_buckets_is_saved_whole()
     _gradient_norms_are_exact()
     _packs_are_rotated_without_waiting()
+    _packs_have_one_table_of_angles()
     in_place.apply()
 
 
@@ -194,6 +195,39 @@ def _packs_are_rotated_without_waiting() -> None:
 
     rope_utils._apply_rotary_pos_emb_thd = rotate
     rotary_pos_embedding._apply_rotary_pos_emb_thd = rotate
+
+
+def _packs_have_one_table_of_angles() -> None:
+    """Keep one table of rotary angles for packs.
+
+    It is as long as the longest document so far. models/common/embeddings/rotary_pos_embedding.py:177 and
+    yarn_rotary_pos_embedding.py:159. Upstream keeps the tables of the last 32 lengths and groups: packs have a longest
+    document each, and dynamic context parallelism a group each. A table for 1M tokens and heads of 128 takes 512 MiB.
+    Rows do not depend on the length. Test: tests/unit_tests/mcore/test_patches.py.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward = _with_one_table_for_packs(embedding.forward)
+
+
+def _with_one_table_for_packs(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(
+        self: Any, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> torch.Tensor | tuple[torch.Tensor, float]:
+        if offset or not packed_seq:
+            return original(self, max_seq_len, offset, packed_seq, cp_group)
+        table, *scale = getattr(self, "table_of_packs", (torch.empty(0),))
+        if len(table) < max_seq_len:
+            found = self.get_emb(max_seq_len)  # YaRN's has a factor
+            table, *scale = self.table_of_packs = found if isinstance(found, tuple) else (found,)
+        rows = table[:max_seq_len]
+        return (rows, *scale) if scale else rows
+
+    forward.cache_clear = original.cache_clear  # type: ignore[attr-defined]  # YaRN's constructor calls it
+    return forward
 
 
 def _rows_of_pack(cu_seqlens: torch.Tensor, count: int, rank: int, size: int) -> torch.Tensor:

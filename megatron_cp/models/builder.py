@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,9 @@ def build_model(build: Build, vocab_size: int) -> list[Chunk]:
     ``vocab_size``: number of the tokenizer's tokens, before padding.
     """
     stages = build.model.virtual_pipeline_model_parallel_size
-    return [_build_chunk(build, vocab_size, vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
+    chunks = [_build_chunk(build, vocab_size, vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
+    share_rotary_tables(chunks)
+    return chunks
 
 
 def _build_chunk(build: Build, vocab_size: int, vp_stage: int | None) -> Chunk:
@@ -70,6 +73,17 @@ def _build_chunk(build: Build, vocab_size: int, vp_stage: int | None) -> Chunk:
     for transform in CHUNK_TRANSFORMS:
         transform(chunk, build)
     return chunk
+
+
+def share_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let all chunks, and all layers of latent attention, use one rotary embedding.
+
+    Each keeps tables for all positions of a sequence. They are equal in a model.
+    """
+    shared: torch.nn.Module | None = None
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        if isinstance(own := getattr(module, "rotary_pos_emb", None), torch.nn.Module):
+            module.rotary_pos_emb = shared = shared or own
 
 
 def _has_yarn(model: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from megatron_cp.estimate.memory.parts import (
 )
 from megatron_cp.estimate.memory.peaks import Kinds, bytes_of_chunks, left_behind, peak_of_chunk
 from megatron_cp.estimate.memory.platform import Platform, gpu_of
-from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages
+from megatron_cp.estimate.memory.stages import Chunk, backward_states, chunks_of_stages, forward_passes_before
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, MAMBA, MLP, RESIDUAL, PartCost
 from megatron_cp.models.vocabulary import padded_vocab_size
 
@@ -117,7 +117,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
     if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
         kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
-    kinds[ATTENTION] += _kept_angles(model, chunks) * job.positions_per_rank
+    kinds[ATTENTION] += _kept_angles(model) * job.positions_per_rank
     if job.lengths:  # each token's position in its document, in 8 bytes; the largest packs come first
         kinds[ATTENTION] += 8 * tokens * max(under_way)
     for number, parts in enumerate(costs):  # those of forward passes, and those that recomputation has made again
@@ -144,28 +144,32 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
         return (0, 1) if stage else (0, 0)
     if microbatches <= pp:  # all forward passes are over
         return (1, 1) if stage else (0, 0)
-    return (2, 3) if stage else (1, 2)
+    group = model.microbatch_group_size_per_vp_stage or pp
+    first_group = group * (model.virtual_pipeline_model_parallel_size or 1)
+    return (2, 3) if forward_passes_before(model, stage) < first_group else (1, 2)
 
 
 def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
-    """Return whether a stage receives and sends a tensor while its layers run."""
-    virtual = model.virtual_pipeline_model_parallel_size or 1
-    return stage > 0 and virtual > 1 and microbatches > model.pipeline_model_parallel_size
+    """Return whether a stage receives and sends a tensor while its layers run.
+
+    With virtual stages, and where backward passes of the second group come before the last forward pass.
+    """
+    pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    of_group = virtual * (model.microbatch_group_size_per_vp_stage or pp)
+    return stage > 0 and virtual > 1 and microbatches * virtual - forward_passes_before(model, stage) > of_group
 
 
-def _kept_angles(model: ModelConfig, chunks: Sequence[Chunk]) -> float:
+def _kept_angles(model: ModelConfig) -> float:
     """Count the bytes per position of cached rotary angles, which are float32.
 
-    Each of latent attention's layers has its own; other layers share those of their chunk, and have another table where
-    windows have their own base.
+    All layers share a table, and have another one where windows have their own base.
     """
     if model.multi_latent_attention:
-        layers = sum(parts.count("*") for chunk in chunks for parts in chunk)
-        return layers * model.qk_pos_emb_head_dim * 4
+        return model.qk_pos_emb_head_dim * 4
     if model.position_embedding_type not in ("rope", "yarn"):
         return 0.0
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
-    return len(chunks) * (1 + model.has_local_rotary) * channels * model.rotary_percent * 4
+    return (1 + model.has_local_rotary) * channels * model.rotary_percent * 4
 
 
 def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:

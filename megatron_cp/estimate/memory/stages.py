@@ -79,6 +79,19 @@ def backward_states(model: ModelConfig, stage: int, microbatches: int) -> States
     return _interleaved(pp, virtual, group, stage, min(microbatches, 3 * max(pp, group)))
 
 
+def forward_passes_before(model: ModelConfig, stage: int) -> int:
+    """Return the forward passes before a stage's first backward pass.
+
+    For virtual stages.
+    """
+    pp, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    return _warm_up(pp, virtual, model.microbatch_group_size_per_vp_stage or pp, stage)
+
+
+def _warm_up(pp: int, virtual: int, group: int, stage: int) -> int:
+    return 2 * (pp - stage - 1) + (virtual - 1) * group
+
+
 @lru_cache(maxsize=4096)
 def _interleaved(pp: int, virtual: int, group: int, stage: int, microbatches: int) -> States:
     order = [
@@ -87,7 +100,7 @@ def _interleaved(pp: int, virtual: int, group: int, stage: int, microbatches: in
         for chunk in range(virtual)
         for _ in range(min(group, microbatches - first))
     ]
-    warmup = min(len(order), 2 * (pp - stage - 1) + (virtual - 1) * group)
+    warmup = min(len(order), _warm_up(pp, virtual, group, stage))
     counts, done = Counter(order[:warmup]), [False] * virtual
     states: dict[State, None] = {}  # in order, each once
     for number in range(len(order)):

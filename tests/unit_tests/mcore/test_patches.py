@@ -1,5 +1,6 @@
 """Patches of megatron-core that no test of training covers."""
 
+import functools
 import inspect
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.mcore import patches
@@ -67,6 +70,26 @@ def test_rows_of_a_pack_are_cached_until_its_lengths_are_modified() -> None:
         patches._rows_of_pack(cu_seqlens, 10, 1, 2)
     with torch.inference_mode():
         assert patches._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("yarn", [False, True])
+def test_packs_have_one_table_of_angles(yarn: bool) -> None:
+    """Its rows must have upstream's bits, and no length or group a table of its own."""
+    embedding: Any = YarnRotaryEmbedding if yarn else RotaryEmbedding
+    groups: list[Any] = [SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4)]
+    module = embedding(16, use_cpu_initialization=True, cp_group=groups[0], **({} if yarn else {"rotary_percent": 0.5}))
+    plain, seen = embedding.forward.__wrapped__.__wrapped__, set()
+    for length in (24, 8, 96, 40):
+        for group in groups:
+            found, expected = (
+                call(length, packed_seq=True, cp_group=group) for call in (module, functools.partial(plain, module))
+            )
+            if yarn:
+                (found, scale), (expected, upstream_scale) = found, expected
+                assert scale == upstream_scale
+            assert torch.equal(found, expected)
+            seen.add(found.untyped_storage().data_ptr())
+    assert len(seen) == 2 and len(module.table_of_packs[0]) == 96  # the first, and the one of the longest
 
 
 class NoHostWaits(TorchDispatchMode):
