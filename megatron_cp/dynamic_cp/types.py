@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,20 @@ class Schedule:
     def groups_of(self, rank: int) -> list[Group | None]:
         """Return the group of ``rank`` in each microbatch; None if idle."""
         return [next((g for g in groups if g.ranks[0] <= rank <= g.ranks[-1]), None) for groups in self.microbatches]
+
+
+def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Convert the groups to arrays.
+
+    Returns one row a group: microbatch, first rank, ranks, samples [groups, 4]; and all sample ids in order [n].
+    """
+    rows = [
+        (k, group.ranks[0], group.cp_size, len(group.sample_ids))
+        for k, groups in enumerate(schedule.microbatches)
+        for group in groups
+    ]
+    ids = chain.from_iterable([group.sample_ids for groups in schedule.microbatches for group in groups])
+    return np.array(rows, dtype=np.int64).reshape(-1, 4), np.fromiter(ids, dtype=np.int64)
 
 
 def is_in_pieces(placement: str, cp_size: int) -> bool:

@@ -133,20 +133,20 @@ def _documents(job: Job) -> tuple[tuple[int, ...], int]:
 
 def _rank(job: Job, device: Device, links: Links) -> Rank:
     model, layout, (documents, copies) = job.model, job.layout, _documents(job)
-    longest = max(documents)
-    square = float(sum(length * length for length in documents)) * copies
     key = (*model_key(model), documents)
-    if key not in _PAIRS:
+    if key not in _SUMS:
         attending = sum("*" in parts for _, parts in numbered_layer_types(model))
         whole = sum(pairs_of_samples(model, documents).tolist())
-        _PAIRS[key] = whole / attending if attending else 0.0
+        square = float(sum(length * length for length in documents))
+        _SUMS[key] = (whole / attending if attending else 0.0), square, max(documents)
+    pairs, square, longest = _SUMS[key]
     return Rank(
         device=device,
         links=links,
         gemm=job.gemm,
         tokens=float(job.tokens_per_rank),
-        pairs=_PAIRS[key] * copies,
-        square=square,
+        pairs=pairs * copies,
+        square=square * copies,
         longest=longest,
         tp=layout.tp,
         cp=layout.cp,
@@ -295,5 +295,5 @@ def _between_steps(job: Job, links: Links, device: Device, stage: Stage) -> tupl
 
 
 _FLOPS: dict[tuple[Any, ...], float] = {}
-_PAIRS: dict[tuple[Any, ...], float] = {}
+_SUMS: dict[tuple[Any, ...], tuple[float, float, int]] = {}  # pairs, squares and longest of documents
 _STAGES: dict[tuple[Any, ...], list[Mapping[str, int]]] = {}

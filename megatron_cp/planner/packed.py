@@ -9,9 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from megatron_cp.dynamic_cp.analysis.report import report
+from megatron_cp.dynamic_cp.analysis.simulate import simulate
 from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.time import on_shared_cores
 from megatron_cp.planner.found import Models
@@ -49,12 +47,13 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
     cost = models.prices(job, max(model.max_seqlen_per_dp_cp_rank or 1, *lengths))
     found, lockstep = make_schedule(model, layout, lengths, cost), lockstep_sizes(model, layout)
     sync, stages = lockstep["sync_ranks"], lockstep["pipeline_size"]
-    simulated = report("", found, np.asarray(lengths), cost, sync_ranks=sync, pipeline_size=stages)
+    step = simulate(found, lengths, cost, sync_ranks=sync, pipeline_size=stages)
+    bare, overhead, idle = step.shares(found.num_ranks, cost.ideal_seconds(lengths))
     once, work, flops = _split_work(job, lengths, models.alone)
-    useful = simulated.useful * simulated.seconds / (sum(work.values()) or 1.0)
+    useful = bare * step.seconds / (sum(work.values()) or 1.0)
     kinds = {kind: useful * seconds for kind, seconds in work.items()}
-    kinds["exposed cp"] = simulated.overhead * simulated.seconds
-    kinds["imbalance"] = simulated.idle * simulated.seconds
+    kinds["exposed cp"] = overhead * step.seconds
+    kinds["imbalance"] = idle * step.seconds
     kinds |= once
     if models.cores:
         coupled = layout.tp * (1 if model.dynamic_context_parallel else layout.cp)

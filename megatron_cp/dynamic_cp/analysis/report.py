@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from megatron_cp.dynamic_cp.analysis.simulate import SimulatedStep, simulate
+from megatron_cp.dynamic_cp.analysis.simulate import SimulatedStep, seconds_of_groups, simulate
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.types import Schedule, in_buckets
+from megatron_cp.dynamic_cp.types import Schedule, as_arrays, in_buckets
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,6 @@ def cp_sizes(schedule: Schedule) -> dict[int, int]:
     return dict(sorted(Counter(group.cp_size for groups in schedule.microbatches for group in groups).items()))
 
 
-def as_arrays(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Convert the groups to arrays.
-
-    Returns one row a group: microbatch, first rank, ranks, samples [groups, 4]; and all sample ids in order [n].
-    """
-    rows = [
-        (k, group.ranks[0], group.cp_size, len(group.sample_ids))
-        for k, groups in enumerate(schedule.microbatches)
-        for group in groups
-    ]
-    ids = chain.from_iterable([group.sample_ids for groups in schedule.microbatches for group in groups])
-    return np.array(rows, dtype=np.int64).reshape(-1, 4), np.fromiter(ids, dtype=np.int64)
-
-
 def padding_fraction(schedule: Schedule, lengths: Sequence[int] | np.ndarray, placement: str = "zigzag") -> float:
     """Return padding tokens per real token."""
     tokens, ranks = rank_tokens(schedule, lengths, placement)
@@ -91,15 +76,10 @@ def rank_tokens(
 
 def imbalance_of_work(schedule: Schedule, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> float:
     """Return the most loaded rank's work over the mean work, in the model's seconds."""
-    groups, ids = as_arrays(schedule)
-    real = np.asarray(lengths, dtype=np.float64)[ids]
-    starts = np.cumsum(groups[:, 3]) - groups[:, 3]
-    sums = np.add.reduceat([real * real, real, real**3], starts, axis=1).T
-    of_size = {size: cost.for_size(size) for size in np.unique(groups[:, 2]).tolist()}
     work = np.zeros(schedule.num_ranks)
-    for (_, first, size, samples), sums_of_group in zip(groups.tolist(), sums.tolist(), strict=True):
-        calls = cost.per_sample * cost.calls_of_pack(samples, size) if cost.per_sample else 0.0
-        work[first : first + size] += of_size[size].seconds(*sums_of_group) + calls
+    groups = (group for groups in schedule.microbatches for group in groups)
+    for group, seconds in zip(groups, seconds_of_groups(schedule, lengths, cost), strict=True):
+        work[group.ranks[0] : group.ranks[-1] + 1] += seconds
     return float(work.max() / work.mean())
 
 
@@ -116,22 +96,19 @@ def report(
     step = simulate(schedule, lengths, cost, sync_ranks=sync_ranks, pipeline_size=pipeline_size)
     groups: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
-    busy = 0.0
     for span in step.spans:
         size = span.group.cp_size
         groups[size] += 1
         tokens[size] += int(lengths[list(span.group.sample_ids)].sum())
-        busy += (span.stop - span.start) * size
-    total = step.seconds * schedule.num_ranks
-    useful = cost.ideal_seconds(lengths) / total if total else 1.0
+    useful, overhead, idle = step.shares(schedule.num_ranks, cost.ideal_seconds(lengths))
     return ScheduleReport(
         title=title,
         step=step,
         seconds=step.seconds,
         imbalance=imbalance_of_work(schedule, lengths, cost),
         useful=useful,
-        overhead=busy / total - useful if total else 0.0,
-        idle=1.0 - busy / total if total else 0.0,
+        overhead=overhead,
+        idle=idle,
         padding=padding_fraction(schedule, lengths, cost.placement),
         num_microbatches=schedule.num_microbatches,
         idle_slots=sum(len(ranks) for ranks in schedule.idle_slots()),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_cp.dynamic_cp.cost import CostModel
-from megatron_cp.dynamic_cp.types import Group, Schedule
+from megatron_cp.dynamic_cp.types import Group, Schedule, as_arrays
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ class SimulatedStep:
     seconds: float
     over_bare_work: float
     spans: list[BusyTime]
+
+    def shares(self, num_ranks: int, bare_work: float) -> tuple[float, float, float]:
+        """Return the shares of all ranks' time: bare work, overhead, and waiting.
+
+        Overhead is communication and fixed costs.
+        """
+        total = self.seconds * num_ranks
+        if not total:
+            return 1.0, 0.0, 0.0
+        busy = sum((span.stop - span.start) * span.group.cp_size for span in self.spans)
+        return bare_work / total, (busy - bare_work) / total, 1.0 - busy / total
 
 
 def _merge(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -61,6 +72,23 @@ def _keeping_step(groups: Sequence[Group], num_ranks: int, sync_ranks: int, alon
     return _merge(spans)
 
 
+def seconds_of_groups(schedule: Schedule, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Iterator[float]:
+    """Yield each group's seconds, in the order of the microbatches.
+
+    :meth:`CostModel.seconds` computes the same for one group.
+    """
+    groups, ids = as_arrays(schedule)
+    real = np.asarray(lengths, dtype=np.float64)[ids]
+    if not ids.size:
+        return
+    starts = np.cumsum(groups[:, 3]) - groups[:, 3]
+    sums = np.add.reduceat([real * real, real, real**3], starts, axis=1).T
+    of_size = {size: cost.for_size(size) for size in np.unique(groups[:, 2]).tolist()}
+    for (_, _, size, samples), sums_of_group in zip(groups.tolist(), sums.tolist(), strict=True):
+        calls = cost.per_sample * cost.calls_of_pack(samples, size) if cost.per_sample else 0.0
+        yield of_size[size].seconds(*sums_of_group) + calls
+
+
 def simulate(
     schedule: Schedule,
     lengths: Sequence[int] | np.ndarray,
@@ -75,19 +103,18 @@ def simulate(
     also start and finish each microbatch together. With ``pipeline_size`` > 1 every rank stands for a pipeline with the
     1F1B schedule, where a backward takes twice a forward.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    ideal = cost.ideal_seconds(sizes) / schedule.num_ranks
+    ideal = cost.ideal_seconds(lengths) / schedule.num_ranks
+    of_groups = seconds_of_groups(schedule, lengths, cost)
     free = np.zeros(schedule.num_ranks)
     spans: list[BusyTime] = []
     edges, durations = [], []  # per microbatch: starts of blocks, and seconds of each
     for k, groups in enumerate(schedule.microbatches):
         blocks = _keeping_step(groups, schedule.num_ranks, sync_ranks, alone=pipeline_size > 1)
-        lasts, todo = [], deque(sorted(groups))
+        lasts, todo = [], deque(sorted(zip(groups, of_groups, strict=False)))
         for first, stop in blocks:
             start, last = float(free[first:stop].max()), 0.0
-            while todo and todo[0].ranks[0] < stop:
-                group = todo.popleft()
-                duration = cost.seconds(sizes[list(group.sample_ids)], group.cp_size)
+            while todo and todo[0][0].ranks[0] < stop:
+                group, duration = todo.popleft()
                 spans.append(BusyTime(k, group, start, start + duration))
                 last = max(last, duration)
             free[first:stop] = start + last

@@ -19,7 +19,7 @@ import torch
 
 from megatron_cp.common.prefetch import Prefetch
 from megatron_cp.config.names import NAME
-from megatron_cp.dynamic_cp.analysis.report import as_arrays, cp_sizes, imbalance_of_work, padding_fraction
+from megatron_cp.dynamic_cp.analysis.report import cp_sizes, imbalance_of_work, padding_fraction
 from megatron_cp.dynamic_cp.cost import DEFAULT_COST, CostModel
 from megatron_cp.dynamic_cp.runtime.domain import DynamicGroups
 from megatron_cp.dynamic_cp.runtime.packing import (
@@ -32,7 +32,7 @@ from megatron_cp.dynamic_cp.runtime.packing import (
     lay_out,
     mask_problems,
 )
-from megatron_cp.dynamic_cp.types import Group, Schedule
+from megatron_cp.dynamic_cp.types import Group, Schedule, as_arrays
 
 Scheduler = Callable[[Sequence[int], CostModel], Schedule]
 
