@@ -28,7 +28,7 @@ _MOST_REFUSED = 500  # most layouts that the rules reject before any is accepted
 _MOST_BASES = 100  # most bases with estimates of all memory savings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Base:
     """Layouts that differ only in transport and memory savings."""
 
@@ -57,6 +57,7 @@ class Search:
         self._simulated: dict[str, TimeEstimate] = {}  # by settings
         self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
+        self._bounds: dict[tuple[_Base, int], float] = {}
         self._count = itertools.count()
 
     def run(self, count: int) -> Found:
@@ -80,14 +81,14 @@ class Search:
             if base.division in fitting or (transport < 0 and len(self._simulated) >= _MOST_SIMULATED):
                 continue
             if step < 0:
-                first = self._first_that_fits(base)
-                if first is None:
+                steps = self._steps_that_fit(base)
+                if not steps:
                     too_large.append((seconds, base.at(-1), None))
                     continue
-                if first > 0:
-                    too_large.append((seconds, base.at(first - 1), base.at(first)))
+                if first := min(steps):
+                    too_large.append((seconds, base.at(first - 1), base.at(steps[0])))
                 bases.append(base)
-                push(self._least_seconds(base, first), base, first)
+                push(self._least_seconds(base, steps[0]), base, steps[0])
                 continue
             if transport < 0:
                 for number in self._transports_to_estimate(base, step):
@@ -95,8 +96,9 @@ class Search:
                 continue
             found = self.estimate(base.at(step, transport))
             if found.memory.total > self._capacity:  # the transport's buffers do not fit
-                if step + 1 < len(base.steps):
-                    push(self._time(base.at(step + 1, transport)).seconds, base, step + 1, transport)
+                steps = self._steps_that_fit(base)
+                for slower in steps[steps.index(step) + 1 :][:1]:
+                    push(self._time(base.at(slower, transport)).seconds, base, slower, transport)
             elif self._accepted(found.settings):
                 fitting[base.division] = found
         ranked = tuple(sorted(fitting.values(), key=lambda each: each.order))
@@ -128,20 +130,25 @@ class Search:
 
         Assumes enough memory, and a free transport that does not divide attention over the sequence.
         """
-        whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
+        if (base, step) not in self._bounds:
+            whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
+            self._bounds[base, step] = self._bound(base.at(step) | whole)
+        return self._bounds[base, step]
+
+    def _bound(self, settings: Settings) -> float:
         if self._space.lengths is not None:
             self._examined += 1
-            return least_seconds(self._case(base.at(step) | whole), self._space.lengths, self._models.time)
-        time = self._time(base.at(step) | whole)
+            return least_seconds(self._case(settings), self._space.lengths, self._models.time)
+        time = self._time(settings)
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
-    def _first_that_fits(self, base: _Base) -> int | None:
-        """Return the index of the first memory saving that fits, None if none does."""
+    def _steps_that_fit(self, base: _Base) -> list[int]:
+        """Return the numbers of the memory savings that fit, fastest first."""
         if self._memory(base.at(-1)).total > self._capacity:
-            return None
-        steps = range(len(base.steps) - 1)
-        fitting = (step for step in steps if self._memory(base.at(step)).total <= self._capacity)
-        return next(fitting, len(base.steps) - 1)
+            return []
+        last = len(base.steps) - 1
+        fitting = [step for step in range(last) if self._memory(base.at(step)).total <= self._capacity]
+        return sorted([*fitting, last], key=lambda step: self._least_seconds(base, step))
 
     def _transports_to_estimate(self, base: _Base, step: int) -> Iterator[int]:
         """Yield the numbers of the transports to estimate.

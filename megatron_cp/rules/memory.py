@@ -14,7 +14,8 @@ from megatron_cp.config.names import NAME
 from megatron_cp.config.overrides import override, quoted
 from megatron_cp.estimate.job import MemoryEstimate
 from megatron_cp.estimate.memory import memory_estimate
-from megatron_cp.rules.job import job_of
+from megatron_cp.estimate.time import time_estimate
+from megatron_cp.rules.job import assumed_job, device_of, job_of
 from megatron_cp.rules.remedies import Case
 
 Settings = dict[str, Any]
@@ -142,8 +143,8 @@ def _recompute(*values: Any) -> Settings:
 def choose_savings(case: Case) -> tuple[Case, str]:
     """Replace ``memory_savings=auto`` by savings that fit; also return the choice.
 
-    The settings stay as they are if they fit. Else the first savings that do replace them. If nothing fits, the last
-    are chosen, and a rule reports the rest.
+    The settings stay as they are if they fit. Else the savings that fit and take the least time, by the estimates,
+    replace them. If nothing fits, the last are chosen, and a rule reports the rest.
     """
     memory = case.environment.gpu_memory_gib
     if memory is None:
@@ -155,17 +156,27 @@ def choose_savings(case: Case) -> tuple[Case, str]:
     cp, levels = model.context_parallel_size, model.hierarchical_context_parallel_sizes
     exchanging = [ranks for each in known_transports(model.transports) for ranks in each.head_ranks(cp, levels)]
     groups = possible_head_groups(model, model.tensor_model_parallel_size, exchanging)
-    for step in ({}, *savings(model, tokens, layers, case.environment.device == "gpu", head_groups=groups)):
-        chosen = _with(case, step)
-        peak = estimated(chosen)
-        if peak is None:
-            return case, f"{_SWITCH}=auto: these sizes have no estimate"
-        total = peak.total
-        if total <= NEARLY_FULL * memory * 2**30:
-            break
+    options: list[tuple[Settings, Case]] = [({}, _with(case, {}))]
+    if estimated(options[0][1]) is None:
+        return case, f"{_SWITCH}=auto: these sizes have no estimate"
+    if not _fits(options[0][1], memory):
+        steps = savings(model, tokens, layers, case.environment.device == "gpu", head_groups=groups)
+        options = [(step, _with(case, step)) for step in steps]
+        options = [each for each in options if _fits(each[1], memory)] or options[-1:]
+    step, chosen = min(options, key=lambda each: _seconds(each[1]))
     changed = {name: value for name, value in step.items() if value != _value(model, name)}
     text = " ".join(quoted(override(*each)) for each in changed.items()) or "the settings as they are"
-    return chosen, f"{_SWITCH}=auto is {text}: estimated peak {gib(total)} of {memory:g} GiB"
+    return chosen, f"{_SWITCH}=auto is {text}: {memory_line(chosen)}"
+
+
+def _fits(case: Case, memory: float) -> bool:
+    peak = estimated(case)
+    return peak is not None and peak.total <= NEARLY_FULL * memory * 2**30
+
+
+def _seconds(case: Case) -> float:
+    """Return the estimated step time."""
+    return time_estimate(assumed_job(case), device_of(case.environment), case.gpus_per_node).seconds
 
 
 def _with(case: Case, step: Settings) -> Case:

@@ -12,7 +12,7 @@ from megatron_cp.config.setting import LAYOUT, setting, size
 class Memory:
     memory_savings: Literal["off", "auto"] = setting(
         "off",
-        "auto: if the settings do not fit the GPU's memory by the estimate, the first combination of recomputation, "
+        "auto: if the settings do not fit the GPU's memory by the estimate, the fastest combination of recomputation, "
         "chunked losses, tiled MLPs, offload and groups of heads that does",
         LAYOUT,
     )

@@ -96,6 +96,14 @@ def test_the_search_finds_what_trying_everything_finds():
                     assert is_refused or search.estimate(settings).memory.total > capacity, settings
 
 
+def test_the_fastest_memory_savings_are_chosen_not_the_first():
+    """Half of the layers recomputed takes less time than all MLPs, which come first."""
+    case = Case(load_recipe("gemma3_1b_pretrain_config"), 1, 1, Environment.of("gpu"))
+    device = load_device("h100")
+    best = Search(Space(case, (), 1), 0.9 * device.memory, Models.on(device, 1)).run(1).fitting[0]
+    assert best.settings["model.recompute_method"] == "block"
+
+
 def test_what_the_user_fixes_stays(plan):
     plans = found(plan, *SMALL, "model.tensor_model_parallel_size=2", "model.recompute_granularity=null", "-cp", "2")
     assert {each["settings"]["model.tensor_model_parallel_size"] for each in plans["layouts"]} == {2}
