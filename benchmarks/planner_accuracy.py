@@ -39,6 +39,7 @@ from megatron_cp.estimate.work import attention_core
 from megatron_cp.parallel.layout import RankLayout
 
 Change = Callable[[Device], Device]
+_SPEEDS = ("tokens_per_s_per_gpu", "model_tflops_per_gpu")
 
 
 @dataclass(frozen=True)
@@ -217,14 +218,34 @@ def table(found: Sequence[Outcome]) -> list[str]:
         groups[each.row.get("source") or "", each.row.get("metric") or ""].append(each)
     lines = ["| source | metric | rows | predicted | mean | p90 | worst |", "|---|---|---|---|---|---|---|"]
     for (source, metric), members in groups.items():
-        errors = np.abs([each.error for each in members if each.predicted is not None])
-        figures = ["", "", ""]
-        if len(errors):
-            figures = [f"{100 * value:.1f} %" for value in (errors.mean(), np.quantile(errors, 0.9), errors.max())]
-        lines.append(f"| {source} | {metric} | {len(members)} | {len(errors)} | {' | '.join(figures)} |")
+        errors = [abs(each.error) for each in members if each.predicted is not None]
+        figures = _shares(errors) if errors else " | | "
+        lines.append(f"| {source} | {metric} | {len(members)} | {len(errors)} | {figures} |")
         reasons = Counter(each.reason for each in members if each.predicted is None)
         lines += [f"|   refused: {reason} | | {count} | | | | |" for reason, count in reasons.most_common()]
     return lines
+
+
+def by_gpu(found: Sequence[Outcome], part: str) -> list[str]:
+    """Return the errors of step times and speeds by GPU.
+
+    part: in the names of the sources.
+    """
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in found:
+        whole_steps = each.row["metric"] in ("iteration_time_s", "iteration_time_ms", *_SPEEDS)
+        if part in each.row["source"] and each.predicted is not None and whole_steps:
+            experts = job_of(each.row)[0].model.num_moe_experts
+            groups["experts" if experts else "dense", each.row["gpu_type"]].append(abs(each.error))
+    lines = ["", "| models | GPU | figures | mean | p90 | worst |", "|---|---|---|---|---|---|"]
+    return lines + [
+        f"| {' | '.join(key)} | {len(errors)} | {_shares(errors)} |" for key, errors in sorted(groups.items())
+    ]
+
+
+def _shares(errors: Sequence[float]) -> str:
+    figures = (np.mean(errors), np.quantile(errors, 0.9), np.max(errors))
+    return " | ".join(f"{100 * value:.1f} %" for value in figures)
 
 
 def regrets(found: Sequence[Outcome]) -> list[str]:
@@ -254,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", required=True, type=Path, help="CSV file with the columns of published.csv")
     parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="rows of each source to fit to first")
     parser.add_argument("--regret", action="store_true", help="also compare the choice among layouts of one job")
+    parser.add_argument("--by-gpu", metavar="PART", help="also a table by GPU of sources with PART in their names")
     parser.add_argument("--each", metavar="PART", help="also print each row of sources with PART in their names")
     options = parser.parse_args(arguments)
     try:
@@ -271,7 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = " ".join(each.row.get(cell) or "-" for cell in cells)
             what = f"{each.predicted:.5g} for {each.measured:.5g}  {each.row['metric']}"
             say(f"{100 * each.error:+6.1f} %  {what}  {text}")
-    for line in table(found) + (regrets(found) if options.regret else []):
+    lines = table(found)
+    if options.by_gpu is not None:
+        lines += by_gpu(found, options.by_gpu)
+    for line in lines + (regrets(found) if options.regret else []):
         say(line)
     return 0
 

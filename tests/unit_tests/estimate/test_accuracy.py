@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import planner_accuracy
-from benchmarks.planner_accuracy import Outcome, outcomes, regrets, table
+from benchmarks.planner_accuracy import Outcome, by_gpu, outcomes, regrets, table
 
 FILE = Path(__file__).parents[3] / "benchmarks" / "measurements" / "published.csv"
 
@@ -118,5 +118,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert planner_accuracy.main(["--rows", str(tmp_path / "none.csv")]) == 2
 
 
+def test_the_table_by_gpu_has_whole_steps_of_the_named_sources(found: list[Outcome]) -> None:
+    lines = by_gpu(found, "NVIDIA")[3:]
+    assert [line.split(" | ")[:2] for line in lines[:4]] == [
+        ["| dense", gpu] for gpu in ("B200", "GB200", "GB300", "H100")
+    ]
+    assert sum(int(line.split(" | ")[2]) for line in lines) == sum(
+        "NVIDIA" in each.row["source"] and each.predicted is not None for each in found if _is_whole_step(each)
+    )
+
+
+def _is_whole_step(each: Outcome) -> bool:
+    return not any(part in each.row["metric"] for part in ("memory", "speedup", "mfu", "attention"))
+
+
 def test_tables_of_nothing() -> None:
-    assert len(table([])) == 2 and len(regrets([])) == 3
+    assert len(table([])) == 2 and len(regrets([])) == 3 and len(by_gpu([], "")) == 3
