@@ -61,7 +61,9 @@ class _AllGather(torch.autograd.Function):
         dquery, dkeys, dvalues = Gradient(query), Gradient(keys), Gradient(values)
         work = plan_gathered(call.layout, peers.rank, call.mask, backward_tiles(query, call))
         attend_backward(dout, query, (keys, values), out, lse, work, call, into=(dquery, dkeys, dvalues))
-        dkey, dvalue = _scatter(dkeys.total(), dvalues.total(), call, peers)
+        gradients = [dkeys.total(), dvalues.total()]
+        del keys, values, dkeys, dvalues  # as large as all ranks' keys and values: copies of gradients come next
+        dkey, dvalue = _scatter(gradients, call, peers)
         doffset = softmax_offset_grad(offset, out, dout, lse, call.real_rows(peers.rank))
         return dquery.finish(), dkey.to(key.dtype), dvalue.to(value.dtype), doffset, None, None
 
@@ -80,12 +82,16 @@ def _gather(key: Tensor, value: Tensor, call: AttentionCall, peers: Peers) -> tu
     return regroup_rows(keys, call.layout, peers.size), regroup_rows(values, call.layout, peers.size)
 
 
-def _scatter(dkeys: Tensor, dvalues: Tensor, call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
-    """Yield this rank's rows of gathered gradients, summed over ranks in rank order."""
+def _scatter(gradients: list[Tensor], call: AttentionCall, peers: Peers) -> Iterator[Tensor]:
+    """Yield this rank's rows of gathered gradients, summed over ranks in rank order.
+
+    Empties the list, so that a gradient is freed when a copy in another order exists.
+    """
     assert isinstance(call.layout, Layout)
     parts = 2 if call.layout.is_dense else 1
     arriving = []
-    for index, gradient in enumerate((dkeys, dvalues)):
+    for index in range(len(gradients)):
+        gradient = gradients.pop(0)
         if not call.layout.is_dense:
             gradient = regroup_rows(gradient, call.layout, peers.size, inverse=True)
         by_rank = list(zip(*(part.chunk(peers.size) for part in gradient.chunk(parts)), strict=True))
