@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 
 from benchmarks.gloo_ranks import run_on_ranks
 from megatron_cp.attention.transports import comm
-from megatron_cp.models.layers.head_groups import HeadGroupsAttention, ProjectionByGroups
+from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
+from megatron_cp.models.layers.head_groups.projections import OutputByGroups, ProjectionByGroups
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.training.setup import Run
 from megatron_cp.training.step import train_step
@@ -63,6 +64,7 @@ def set_groups(run: Run, groups: int) -> None:
             module.head_groups = groups
             module.__class__ = SelfAttention if groups == 1 else HeadGroupsAttention
             module.linear_qkv.__class__ = ColumnParallelLinear if groups == 1 else ProjectionByGroups
+            module.linear_proj.__class__ = RowParallelLinear if groups == 1 else OutputByGroups
 
 
 def set_overlap(run: Run, overlap: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_cp.attention.transports.registry import TRANSPORTS
 
-GATHERED_TOKENS = 8192  # of all tensor-parallel ranks that a group of heads gathers at one time (sequence parallelism)
+GATHERED_TOKENS = 8192  # of a piece in which a group of heads is projected; of all ranks that divide the sequence
 
 
 def numbers_of_groups(heads: int, kv_heads: int, exchanging: Collection[int]) -> list[int]:

@@ -71,14 +71,14 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
     if (count := model.attention_head_groups) > 1:
         # The backward pass projects and rotates again. Each group starts kernels of its own. Under sequence parallelism
-        # each gathers the input once forward and twice backward, and reduces its gradient.
+        # each gathers the input once forward and twice backward, the output's gradient, and reduces the input's.
         projected = rank.products(shapes[0]).plus(rotated)
         more = sum(each.kernels for each in (projected, core)) * (count - 1)
         forward = forward.plus(NOTHING._replace(kernels=more))
         backward = backward.plus(projected).plus(NOTHING._replace(kernels=3 * more))
         if rank.split > 1:
             forward = forward.plus(rank.of_tensor_parallel(hidden, count - 1))
-            backward = backward.plus(rank.of_tensor_parallel(hidden, 3 * count - 2))
+            backward = backward.plus(rank.of_tensor_parallel(hidden, 4 * count - 3))
         modules["core_attn"] = NOTHING  # its inputs are not kept
     again = _recomputed(model, modules, forward)
     return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))

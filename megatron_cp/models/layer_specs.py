@@ -29,7 +29,8 @@ from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.models.build import Build, uses_te_layers
 from megatron_cp.models.layers import latent_attention
 from megatron_cp.models.layers.experts import BiasedExpertOutput, LatentMoELayer
-from megatron_cp.models.layers.head_groups import HeadGroupsAttention, ProjectionByGroups
+from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
+from megatron_cp.models.layers.head_groups.projections import OutputByGroups, ProjectionByGroups
 from megatron_cp.models.layers.norms import NormThenAdd, TorchNorm
 from megatron_cp.models.layers.router import PackedRouter
 from megatron_cp.models.layers.transformer import SeededTransformerLayer
@@ -99,6 +100,7 @@ def with_head_groups(layer: ModuleSpec, build: Build, experts: bool) -> None:
         attention.params["head_groups"] = build.model.attention_head_groups
         attention.params["overlap"] = build.model.overlap_head_groups
         attention.submodules.linear_qkv = ProjectionByGroups
+        attention.submodules.linear_proj = OutputByGroups
         if build.with_te:  # its projection has the norm inside; in checkpoints the norm keeps that name
             layer.submodules.input_layernorm = build.norm
             layer.submodules.sharded_state_dict_keys_map = (

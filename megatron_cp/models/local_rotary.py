@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_cp.config.run_config import ModelConfig
-from megatron_cp.models.layers.head_groups import HeadGroupsAttention
+from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
 
 
 class LocalAndGlobalRotary(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The memory of attention by groups of heads (models/layers/head_groups.py). Pure."""
+"""The memory of attention by groups of heads (models/layers/head_groups). Pure."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ def by_groups(
     gathered: float,
     copied: int,
 ) -> Step:
-    """Return projection and attention as one step.
+    """Return attention with both projections as one step.
 
     Args:
-        inside: the steps from the projection's output to attention's.
-        q, width: bytes a token of output and projection, for all heads.
+        inside: the steps from the first projection's output to attention's.
+        q, width: bytes a token of attention's output and of the first projection, for all heads.
         exchanged: a transport copies them.
-        gathered: tokens that are gathered at one time under sequence parallelism.
+        gathered: tokens of a piece.
         copied: copies of a piece that the reduce-scatter of its gradient makes.
     """
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
     keeps = {(RESIDUAL, "attention output"): stream, (ATTENTION, "output"): q, (ATTENTION, "lse"): lse}
-    beside = q + stream  # gradients of the output and of the input
-    # A group's output is copied; its gradient is a part of all heads', unless it is exchanged.
-    others = (q if exchanged else -q) - lse
+    beside = stream  # gradient of the input
+    others = (q if exchanged else 0.0) - lse
     if not any((ATTENTION, "qkv") in step.keeps for step in inside):
         others += width  # the projection stays until its gradient is complete
     inside = [_with_whole_angles(step, groups) for step in inside]
     others += _neighbours(model, inside[:-1], q, width)
-    weight = model.hidden_size * width  # the gradient of all groups
+    weight = model.hidden_size * (width + q)  # the gradients of all groups
     moments = [
         Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
         for each in cost_of(inside, 0.0).moments
     ]
-    # Then a group's gradient of the weight, and under sequence parallelism that of a piece of the tokens.
-    piece, of_group = 0.0, weight / groups
+    # Before it a group's gradients of output and weight, after it those of input and weight, in pieces of the tokens.
+    sums = model.hidden_size * 4 / b / groups
+    before = gathered * ((whole if model.sequence_parallel else 0.0) + q / groups)
+    after = gathered * whole
     if model.sequence_parallel:
-        piece, of_group = gathered * ((2 + copied) * whole + stream), of_group * (1 + 4 / b)
-    waiting = (width + _neighbours(model, inside[:-1], q, width)) / groups
-    moments.append(Moment({}, beside + waiting, weight + of_group + piece))
+        after = gathered * ((2 + copied) * whole + stream)
+    near = _neighbours(model, inside[:-1], q, width)
+    moments.append(Moment({}, beside + (q + near) / groups, weight + sums * q + before))
+    moments.append(Moment({}, beside + (width + near) / groups, weight + sums * width + after))
     return Step(keeps, 0.0, again=moments)
 
 

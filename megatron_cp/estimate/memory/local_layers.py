@@ -74,7 +74,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     if model.attention_head_groups > 1:
         grouped = by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model), gathered, copied=1)
         steps = [*steps[:norms], grouped]
-    steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
+    else:
+        steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 

@@ -48,8 +48,7 @@ class LayerSettings:
         self.tiles = tiles_of(model, job.tokens_per_rank, load, groups_experts(model, where.te_layers))
         self.te_layers, self.fused_norm = where.te_layers, where.fused_gated_norm
         self.offloads = where.offloads and model.offload_layer_inputs
-        in_pieces = model.attention_head_groups > 1 and model.sequence_parallel
-        self.gathered = min(GATHERED_TOKENS, job.tokens_per_rank) if in_pieces else 0.0
+        self.gathered = min(GATHERED_TOKENS, job.tokens_per_rank) if model.attention_head_groups > 1 else 0.0
         self.one_tile = local_layers.one_tile(model)
         self.scores = 0 if where.flash_attention else model.seq_length or 0  # that each query keeps, a head
         values = (tuple(each) if isinstance(each, list) else each for each in _values(model))

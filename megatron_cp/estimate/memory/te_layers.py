@@ -75,7 +75,7 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         ]
     else:
         steps = [*norm_and_column_steps(model, b, "attention", width / b), *inside]
-    steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
+        steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")
 
 

@@ -85,6 +85,7 @@ LAYOUTS = {
     ),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),
+    "groups of heads, tensor parallel": (2, _GROUPS | dict(model__tensor_model_parallel_size=2)),
     "groups of heads, overlapped": (2, _OVERLAP),
     "four groups of normalized heads, overlapped": (
         2,

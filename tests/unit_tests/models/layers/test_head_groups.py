@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.attention.transports import comm, ring
-from megatron_cp.models.layers import head_groups
-from megatron_cp.models.layers.head_groups import HeadGroupsAttention
+from megatron_cp.models.layers.head_groups import projections
+from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
 from megatron_cp.parallel.collectives import sum_over_ranks
 from tests.ranks import run_ranks
 from tests.training_runs import Losses, start, tiny_config, train_losses
@@ -27,6 +27,7 @@ Overrides = dict[str, Any]
 SINKS = {"model__softmax_type": "learnable", "model__window_size": [9, 0]}
 NORMS = {"model__qk_layernorm": True, "model__add_qkv_bias": True}
 MANY = {"model__num_query_groups": 8}
+BIASES = {"model__add_bias_linear": True, "model__add_qkv_bias": True}
 A2A = CP2 | over("a2a")
 LEVELS = HCP | {"model__context_parallel_size": 4}
 OVERLAP = {"model__overlap_head_groups": True}
@@ -60,14 +61,14 @@ class Live(TorchDispatchMode):
         self._now -= self._live.pop(key)[1]
 
 
-def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, torch.Tensor], int]:
+def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> tuple[dict[str, torch.Tensor], int]:
     """Return output and gradients of attention in float64, and the peak bytes."""
     run, _ = start(tiny_config(model__num_layers=2, **overrides))
     model = run.model[0].module
     attention = model.decoder.layers[1].self_attention.double()
     assert isinstance(attention, HeadGroupsAttention) == (overrides.get("model__attention_head_groups", 1) > 1)
     layout = run.config.model
-    rows = 2 * (192 if packed else 128) // layout.context_parallel_size
+    rows = (384 if packed else length) // layout.context_parallel_size
     shard = rows // (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     hidden = torch.randn(shard, 1, layout.hidden_size, generator=generator, dtype=torch.float64).requires_grad_()
@@ -79,7 +80,8 @@ def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, tor
     # Gradients of a data-parallel wrapper's weights are added where it keeps them: these are asked for instead.
     names, parameters = zip(*attention.named_parameters(), strict=True)
     with Live() as live:
-        out, _ = attention(hidden, None, rotary_pos_emb=angles, packed_seq_params=packs)
+        out, bias = attention(hidden, None, rotary_pos_emb=angles, packed_seq_params=packs)
+        out = out if bias is None else out + bias
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         found = torch.autograd.grad(out, (hidden, *parameters), weights)
     for name, gradient in zip(names, found[1:], strict=True):
@@ -95,6 +97,8 @@ def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, tor
         (1, SINKS, 4, False),
         (1, NORMS, 2, True),
         (4, TP2 | SP | CP2 | NORMS | SINKS, 2, False),
+        (2, TP2 | SP | BIASES, 2, True),
+        (2, TP2 | BIASES | SINKS, 2, False),
         pytest.param(4, TP2 | CP2 | over("a2a") | MANY, 2, True, marks=pytest.mark.slow),
         (4, HCP | {"model__context_parallel_size": 4} | SINKS, 4, True),
         pytest.param(2, CP2 | over("all_gather") | NORMS, 4, False, marks=pytest.mark.slow),
@@ -103,7 +107,7 @@ def gradients(overrides: Overrides, packed: bool = False) -> tuple[dict[str, tor
 def test_gradients_equal_those_of_all_heads_at_once(
     ranks: int, overrides: Overrides, groups: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_groups, "GATHERED_TOKENS", 24)  # divides nothing
+    monkeypatch.setattr(projections, "GATHERED_TOKENS", 25)  # divides nothing
     whole = run_ranks(gradients, ranks, overrides, packed)
     by_groups = run_ranks(gradients, ranks, overrides | {"model__attention_head_groups": groups}, packed)
     for (expected, _), (found, _) in zip(whole, by_groups, strict=True):
@@ -214,10 +218,17 @@ def test_overlap_changes_no_bit_of_training(ranks: int, overrides: Overrides) ->
         assert found == expected
 
 
-def test_memory_falls_with_the_groups() -> None:
-    """Beside output and input with their gradients, a group's share is left."""
-    model = MANY | {"model__kv_channels": 32, "dataset__seq_length": 512}  # queries are 4 times the input
-    most = {n: run_ranks(gradients, 1, model | {"model__attention_head_groups": n})[0][1] for n in (1, 2, 4, 8)}
+def test_memory_falls_with_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside input, gradients and attention's output, a group's share is left."""
+    monkeypatch.setattr(projections, "GATHERED_TOKENS", 64)
+    length, model = 1024, MANY | {"model__kv_channels": 32, "dataset__seq_length": 1024}
+    most = {
+        n: run_ranks(gradients, 1, model | {"model__attention_head_groups": n}, False, length)[0][1]
+        for n in (1, 2, 4, 8)
+    }
     fixed = 2 * most[8] - most[4]  # bytes = fixed + shares / groups
+    stream = 64 * 8 * length
+    # Attention's output is 4 times the input; with its gradient there would be 4 more. Weights and angles are the rest.
+    assert (2 + 2 + 4) * stream < fixed < 12.5 * stream
     assert most[2] - fixed == pytest.approx(2 * (most[4] - fixed), rel=0.1)
     assert most[1] - fixed > 6 * (most[8] - fixed)
