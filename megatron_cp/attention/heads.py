@@ -13,10 +13,21 @@ GATHERED_TOKENS = 8192  # of a piece in which a group of heads is projected; of 
 def numbers_of_groups(heads: int, kv_heads: int, exchanging: Collection[int]) -> list[int]:
     """Return the numbers of groups into which a rank's heads can be divided.
 
-    ``exchanging``: numbers of ranks that share the heads in an all-to-all.
+    A group is whole key/value heads with their query heads, or some of the query heads of one.
+
+    Args:
+        heads: query heads of the rank.
+        kv_heads: its key/value heads; 0 where it projects a part of one. Then all heads are one group.
+        exchanging: numbers of ranks that share the heads in an all-to-all.
     """
-    divisors = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
-    return [count for count in divisors if all(heads // count % ranks == 0 for ranks in exchanging)]
+    divisors = [count for count in range(1, (heads if kv_heads else 1) + 1) if heads % count == 0]
+    whole = [count for count in divisors if kv_heads % count == 0 or count % kv_heads == 0]
+    return [count for count in whole if all(heads // count % ranks == 0 for ranks in exchanging)]
+
+
+def sharing_groups(groups: int, kv_heads: int) -> int:
+    """Return how many of a rank's groups attend to the same key/value head."""
+    return max(1, groups // max(1, kv_heads))
 
 
 @dataclass(frozen=True)

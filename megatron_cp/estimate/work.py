@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.attention.transports.registry import HEADS, RING, Transport, known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.flops import head_dims
@@ -64,6 +65,10 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     else:
         up = []
         shapes = [(tokens, float(hidden), heads * qk + groups * (qk + v)), (tokens, heads * v, float(hidden))]
+    weights = sum(k * n for _, k, n in shapes)
+    if (sharing := sharing_groups(model.attention_head_groups, model.kv_heads // rank.tp)) > 1:
+        groups *= sharing  # each projects and exchanges its key/value head
+        shapes[0] = (tokens, float(hidden), heads * qk + groups * (qk + v))
     rotated = Work(elementwise=rank.moved(2 * tokens * (heads + groups) * qk), kernels=2)
     core, core_back = (attention_core(model, rank, heads, groups, back) for back in (False, True))
     forward = rank.products(*shapes).plus(rotated).plus(core).plus(_around(model, rank, False))
@@ -81,7 +86,7 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
             backward = backward.plus(rank.of_tensor_parallel(hidden, 4 * count - 3))
         modules["core_attn"] = NOTHING  # its inputs are not kept
     again = _recomputed(model, modules, forward)
-    return Passes(forward, backward, again, weights=sum(k * n for _, k, n in shapes))
+    return Passes(forward, backward, again, weights)
 
 
 def attention_core(model: ModelConfig, rank: Rank, heads: float, groups: float, backward: bool) -> Work:

@@ -132,7 +132,7 @@ def possible_head_groups(model: ModelConfig, tp: int, exchanging: Collection[int
     whole = model.multi_latent_attention or model.attention_output_gate or model.attention_backend == "te"
     if whole or tp < 1 or "*" not in model.layer_letters:
         return []
-    heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+    heads, kv_heads = model.num_attention_heads // tp, model.kv_heads // tp
     return [count for count in numbers_of_groups(heads, kv_heads, exchanging) if count > 1]
 
 

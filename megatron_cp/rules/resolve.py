@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from megatron_cp.attention.heads import numbers_of_groups
 from megatron_cp.attention.modules.te_support import Gap, choose_backend, has_window
 from megatron_cp.attention.transports.registry import ALL_TO_ALL, HIERARCHICAL
 from megatron_cp.attention.transports.select import Choice, possible_transports
@@ -117,11 +118,12 @@ def _selected(
     model = config.model
     node = gpus_per_node or environment.gpus_per_node or launcher.local_world_size() or world_size
     packed = packed_sizes(_with_transport(model, (ALL_TO_ALL.name, None)), config.dist, world_size)
-    groups = max(1, model.attention_head_groups)
-    groups = groups if model.kv_heads % groups == 0 else 1  # else the rules report an error
+    groups, tp = max(1, model.attention_head_groups), max(1, model.tensor_model_parallel_size)
+    of_rank = numbers_of_groups(model.num_attention_heads // tp, model.kv_heads // tp, ())
+    groups = groups if groups in of_rank else 1  # else the rules report an error
     found, restricted = possible_transports(
         model.num_attention_heads // groups,  # attention has as many at one time
-        model.kv_heads // groups,
+        max(tp, model.kv_heads // groups),
         model.tensor_model_parallel_size,
         model.context_parallel_size,
         window=has_window(model),

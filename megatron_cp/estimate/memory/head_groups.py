@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.local_blocks import residual
@@ -27,7 +28,7 @@ def by_groups(
 
     Args:
         inside: the steps from the first projection's output to attention's.
-        q, width: bytes a token of attention's output and of the first projection, for all heads.
+        q, width: bytes a token of attention's output and of the first projection, for all groups.
         exchanged: a transport copies them.
         gathered: tokens of a piece.
         copied: copies of a piece that the reduce-scatter of its gradient makes.
@@ -41,7 +42,10 @@ def by_groups(
         others += width  # the projection stays until its gradient is complete
     inside = [_with_whole_angles(step, groups) for step in inside]
     others += _neighbours(model, inside[:-1], q, width)
-    weight = model.hidden_size * (width + q)  # the gradients of all groups
+    sharing = sharing_groups(groups, model.kv_heads // model.tensor_model_parallel_size)
+    sums_of_groups = 4 / b if sharing > 1 else 1.0
+    # The gradients of both weights.
+    weight = model.hidden_size * (q + (q + (width - q) / sharing) * sums_of_groups)
     moments = [
         Moment({}, beside + (sum(each.kept.values()) + each.gradients + others) / groups, weight)
         for each in cost_of(inside, 0.0).moments

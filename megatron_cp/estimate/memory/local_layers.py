@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.attention.transports.registry import known_transports
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.head_groups import ANGLES, by_groups
@@ -43,12 +44,14 @@ CHUNK_SIZE = 64  # of models/layers/mamba/ssd.py
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
     channels = model.kv_channels or model.hidden_size // heads
-    q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
+    groups = model.attention_head_groups
+    q, k = heads * channels * b / tp, sharing_groups(groups, model.kv_heads // tp) * model.kv_heads * channels * b / tp
     width = q + 2 * k
     steps = norm_steps(model, b, "attention")
     norms = len(steps)
     steps += [column_step(model, b, "attention", width / b), Step({}, 2 * width)]
-    together = model.kv_heads not in (heads, tp)  # queries are put together from groups of heads
+    # Queries are put together from several key/value heads.
+    together = model.kv_heads not in (heads, tp) and not 1 < groups >= model.kv_heads // tp
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
         normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
@@ -71,7 +74,7 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
-    if model.attention_head_groups > 1:
+    if groups > 1:
         grouped = by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model), gathered, copied=1)
         steps = [*steps[:norms], grouped]
     else:

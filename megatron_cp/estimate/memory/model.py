@@ -111,8 +111,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     kinds["buffers"] += sent * stream
     if len(chunks) == 1 and stage > 0 and not last and job.microbatches > under_way[0]:
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
-    if model.sequence_parallel and model.tensor_model_parallel_size > 1:  # gathered tokens, in memory that stays
-        kinds["buffers"] += tokens * model.hidden_size * settings.item * (2 if last and model.mtp_num_layers else 1)
+    kinds["buffers"] += _gathered(settings, tokens, last) * model.hidden_size * settings.item
     held = state_bytes(job, stage, chunks, where.te_layers)
     shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
     if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
@@ -130,6 +129,21 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     if where.context or where.waste:
         kinds["allocator"] = where.context + where.waste * activations
     return MemoryEstimate(dict(kinds), stage, host)
+
+
+def _gathered(settings: LayerSettings, tokens: int, last: bool) -> int:
+    """Return the most tokens that a layer gathers at one time, in memory that stays.
+
+    Groups of heads have memory of their own.
+    """
+    model, tile = settings.model, settings.tiles.dense
+    if not model.sequence_parallel or model.tensor_model_parallel_size == 1:
+        return 0
+    if last and model.mtp_num_layers:
+        return 2 * tokens
+    in_pieces = model.attention_head_groups > 1 and model.layer_letters <= set("*-")
+    of_layers = tile if in_pieces and tile is not None else tokens
+    return max(of_layers, min(model.cross_entropy_chunk_size or tokens, tokens) if last else 0)
 
 
 def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_blocks, local_layers
 from megatron_cp.estimate.memory.head_groups import by_groups
@@ -58,7 +59,8 @@ def _norm_output(model: ModelConfig, b: int) -> float:
 def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered: float) -> list[Step]:
     tp, heads = model.tensor_model_parallel_size, model.num_attention_heads
     channels = model.kv_channels or model.hidden_size // heads
-    q, k = heads * channels * b / tp, model.kv_heads * channels * b / tp
+    sharing = sharing_groups(model.attention_head_groups, model.kv_heads // tp)
+    q, k = heads * channels * b / tp, sharing * model.kv_heads * channels * b / tp
     width = q + 2 * k
     core = core_steps(model, q, k, k, q)
     inside = [Step({}, 2 * width), *core]

@@ -92,6 +92,10 @@ LAYOUTS = {
         _OVERLAP | dict(model__attention_head_groups=4, model__qk_layernorm=True),
     ),
     "groups of heads, sequence parallel": (2, _GROUPS | _TENSOR | dict(model__attention_head_groups=4)),
+    "groups of query heads, sequence parallel, in tiles": (
+        2,
+        _GROUPS | _TENSOR | dict(model__attention_head_groups=4, model__num_query_groups=2, model__mlp_chunk_size=256),
+    ),
     "Mamba": (1, _MAMBA),
     "depths of pieces of the loss": (1, _DEPTHS),
     "MLPs and experts in tiles": (1, _TILES),

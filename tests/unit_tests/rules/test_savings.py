@@ -69,7 +69,7 @@ def test_more_is_saved_for_longer_samples() -> None:
     assert (long.recompute_granularity, long.mlp_chunk_size, long.offload_layer_inputs) == ("full", 8192, True)
 
 
-@pytest.mark.parametrize(("tp", "groups"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("tp", "groups"), [(4, 2), (2, 2)])
 def test_attention_is_divided_at_last(tp: int, groups: int) -> None:
     """Each all-to-all rank keeps whole heads of a group."""
     layout = [f"model.tensor_model_parallel_size={tp}", f"model.context_parallel_size={8 // tp}"]
@@ -83,7 +83,8 @@ def test_attention_is_divided_at_last(tp: int, groups: int) -> None:
 
 def test_latent_attention_is_not_divided() -> None:
     model = case_of(2**17).config.model
-    assert possible_head_groups(model, 2) == [2, 4] and possible_head_groups(model, 1, [8]) == [2, 4]
+    assert possible_head_groups(model, 2) == [2, 4, 8, 16] and possible_head_groups(model, 1, [8]) == [2, 4]
+    assert possible_head_groups(model, 8) == [2, 4] and possible_head_groups(model, 16) == []
     assert possible_head_groups(replace(model, multi_latent_attention=True), 2) == []
 
 

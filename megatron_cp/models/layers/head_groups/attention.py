@@ -2,9 +2,9 @@
 
 Queries, keys and values of all heads, and the copies that a transport exchanges, are several times as large as the
 layer's input. Here those of one group exist at a time, forward and backward. A group is some key/value heads with their
-query heads: neighbouring rows of ``linear_qkv``'s weight, and neighbouring columns of ``linear_proj``'s. What stays for
-the backward pass is the layer's input, attention's output, and the log-sum-exp of each query: queries, keys and values
-are projected and exchanged again, but attention is not computed again.
+query heads, or some query heads of one key/value head: then each of its groups projects the keys and values again. What
+stays for the backward pass is the layer's input, attention's output, and the log-sum-exp of each query: queries, keys
+and values are projected and exchanged again, but attention is not computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.attention.stages import StagedAttention
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.private_names import rotary_scale
@@ -77,15 +78,20 @@ class HeadGroupsAttention(SelfAttention):
         parameters = [each for module in (*inside, self.core_attention) for each in module.parameters()]
         first = self.linear_qkv
         groups = Groups(
-            *(attend, parameters, self.head_groups, self.overlap, self.hidden_size_per_attention_head),
+            *(attend, parameters, self.head_groups, self._sharing, self.overlap, self.hidden_size_per_attention_head),
             *(first.tp_group, first.sequence_parallel, first.allreduce_dgrad),
         )
         return first(hidden_states, groups, self.linear_proj)
 
+    @property
+    def _sharing(self) -> int:
+        """Groups that attend to the same key/value head."""
+        return sharing_groups(self.head_groups, self.num_query_groups_per_partition)
+
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split a group's projection into queries, keys and values, [s, b, heads, d]."""
         size = self.hidden_size_per_attention_head
-        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition // self._sharing
         by_kv_head = mixed.unflatten(-1, (-1, (queries + 2) * size))
         query, key, value = by_kv_head.split([queries * size, size, size], dim=-1)
         query = query.reshape(*query.shape[:2], -1, size)

@@ -69,12 +69,14 @@ class Groups:
     """What the groups of a call have in common.
 
     parameters: others that ``attend`` uses.
+    sharing: groups that attend to the same key/value head. Each projects it, and has a part of its query heads.
     sum_gradients: those of the input are parts of a sum over tensor-parallel ranks, which have equal inputs.
     """
 
     attend: Attend
     parameters: Sequence[Tensor]
     count: int
+    sharing: int
     overlap: bool
     head_dim: int
     tp_group: Any
@@ -95,10 +97,23 @@ class Groups:
         for stages in itertools.chain.from_iterable(turns):
             next(stages, None)
 
-    def part(self, group: int, whole: int) -> slice:
-        """Return the group's part of ``whole`` rows or columns."""
+    def columns(self, group: int, whole: int) -> slice:
+        """Return the group's part of ``whole`` columns of attention's output."""
         share = whole // self.count
         return slice(group * share, (group + 1) * share)
+
+    def rows(self, group: int, whole: int) -> list[slice]:
+        """Return the group's rows of ``whole`` of the first projection.
+
+        These are queries, keys and values, by key/value head.
+        """
+        (head, place), size = divmod(group, self.sharing), whole * self.sharing // self.count
+        end, keys_and_values = (head + 1) * size, 2 * self.head_dim
+        if self.sharing == 1:
+            return [slice(end - size, end)]
+        queries = (size - keys_and_values) // self.sharing
+        start = end - size + place * queries
+        return [slice(start, start + queries), slice(end - keys_and_values, end)]
 
     def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Project a group's queries, keys and values of all tensor-parallel ranks."""
@@ -159,6 +174,18 @@ class Groups:
         return reduce_scatter_to_sequence_parallel_region(piece, group=self.tp_group)
 
 
+def _take(parts: Sequence[slice], whole: Tensor | None) -> Tensor | None:
+    if whole is None:
+        return None
+    return whole[parts[0]] if len(parts) == 1 else torch.cat([whole[part] for part in parts])
+
+
+def _add(parts: Sequence[slice], whole: Tensor, gradient: Tensor) -> None:
+    """Add to ``parts`` of the gradient of a weight."""
+    for part, rows in zip(parts, gradient.split([part.stop - part.start for part in parts]), strict=True):
+        whole[part] += rows
+
+
 def _zero_sum(weight: Tensor) -> Tensor:
     """Return zeros to which a weight's gradients of pieces are added."""
     return torch.zeros(weight.shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
@@ -182,12 +209,12 @@ class _ByGroups(torch.autograd.Function):
         denominators: list[Tensor | None] = []
 
         def stages_of(group: int) -> Iterator[None]:
-            rows = groups.part(group, len(weight))
-            mixed = groups.project(hidden, weight[rows], None if bias is None else bias[rows])
+            rows = groups.rows(group, len(weight))
+            mixed = groups.project(hidden, _take(rows, weight), _take(rows, bias))
             attention = groups.attend(mixed, group)
             del mixed
             out, lse = yield from attention.forward(group % 2)
-            whole[..., groups.part(group, whole.shape[-1])] = out.flatten(2)
+            whole[..., groups.columns(group, whole.shape[-1])] = out.flatten(2)
             denominators.append(lse)
 
         groups.run(stages_of)
@@ -202,16 +229,17 @@ class _ByGroups(torch.autograd.Function):
         hidden, weight, bias, output_weight, whole, *rest = ctx.saved_tensors
         denominators, parameters = rest[: groups.count], rest[groups.count :]
         dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        start = torch.zeros_like if groups.sharing == 1 else _zero_sum
+        dweight, dbias = start(weight), None if bias is None else start(bias)
         doutput_weight = torch.empty_like(output_weight)
         sums: list[Tensor | None] = [None] * len(parameters)
 
         def stages_of(group: int) -> Iterator[None]:
-            columns, rows = groups.part(group, whole.shape[-1]), groups.part(group, len(weight))
+            columns, rows = groups.columns(group, whole.shape[-1]), groups.rows(group, len(weight))
             out = whole[..., columns]
             dout, doutput_weight[:, columns] = groups.output_gradients(doutput, out, output_weight[:, columns])
             out, dout = (x.unflatten(-1, (-1, groups.head_dim)) for x in (out, dout))
-            mixed = groups.project(hidden, weight[rows], None if bias is None else bias[rows]).requires_grad_()
+            mixed = groups.project(hidden, _take(rows, weight), _take(rows, bias)).requires_grad_()
             with torch.enable_grad():
                 attention = groups.attend(mixed, group)
             stages = attention.backward(out, denominators[group], dout, (mixed, *parameters), group % 2)
@@ -219,10 +247,11 @@ class _ByGroups(torch.autograd.Function):
             dmixed, *others = yield from stages
             del stages
             assert dmixed is not None
-            dweight[rows] = groups.add_gradients(dmixed, hidden, weight[rows], dhidden)
+            _add(rows, dweight, groups.add_gradients(dmixed, hidden, _take(rows, weight), dhidden))
             if dbias is not None:
-                torch.sum(dmixed, (0, 1), out=dbias[rows])
+                _add(rows, dbias, dmixed.sum((0, 1)))
             sums[:] = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
 
         groups.run(stages_of)
+        dweight, dbias = dweight.to(weight.dtype), None if dbias is None else dbias.to(weight.dtype)
         return None, groups.sum(dhidden), dweight, dbias, doutput_weight, *sums

@@ -14,19 +14,25 @@ _FIELD = NAME.model.attention_head_groups
 
 @rule(
     "D14",
-    "Groups of heads divide a rank's key/value heads, and an all-to-all divides each group's query heads.",
-    "A group is whole key/value heads with their query heads: neighbouring rows of the projection's weight. An "
-    "all-to-all gives each of its ranks whole query heads of each group.",
+    "Groups of heads are whole key/value heads or parts of one, and an all-to-all divides each group's query heads.",
+    "A group is whole key/value heads of a tensor-parallel rank with their query heads, or some of the query heads of "
+    "one. With fewer key/value heads than ranks, several ranks project one, and each has one group. An all-to-all "
+    "gives each of its ranks whole query heads of each group.",
     broken(model=dict(attention_head_groups=3)),
 )
 def head_groups_divide_heads(c: Context) -> Iterator[Finding]:
-    groups, heads, kv_heads = c.model.attention_head_groups, c.local_heads, c.local_kv_heads
+    groups, heads, kv_heads = c.model.attention_head_groups, c.local_heads, c.model.kv_heads // c.tp
     splits = [size for _, size in c.head_splits() if heads % size == 0]  # else D1 or D2 finds it
     possible = numbers_of_groups(heads, kv_heads, splits)
     if groups < 2 or groups in possible:
         return
-    message = f"{kv_heads} key/value heads of a tensor-parallel rank are not divisible by {groups} groups"
-    if kv_heads % groups == 0:
+    message = (
+        f"{groups} groups are neither whole key/value heads nor equal parts of one: a tensor-parallel rank has "
+        f"{heads} query heads on {kv_heads} key/value heads"
+    )
+    if not kv_heads:
+        message = f"{c.tp} tensor-parallel ranks divide {c.model.kv_heads} key/value heads, each a part of one"
+    elif groups in numbers_of_groups(heads, kv_heads, ()):
         message = (
             f"{heads} query heads of a tensor-parallel rank are {heads // groups} in each of {groups} groups, which "
             f"are not divisible by the {max(splits)} ranks of the all-to-all"

@@ -26,7 +26,7 @@ from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, SP, TP2, over
 Overrides = dict[str, Any]
 SINKS = {"model__softmax_type": "learnable", "model__window_size": [9, 0]}
 NORMS = {"model__qk_layernorm": True, "model__add_qkv_bias": True}
-MANY = {"model__num_query_groups": 8}
+MANY, FEW = {"model__num_query_groups": 8}, {"model__num_query_groups": 2}
 BIASES = {"model__add_bias_linear": True, "model__add_qkv_bias": True}
 A2A = CP2 | over("a2a")
 LEVELS = HCP | {"model__context_parallel_size": 4}
@@ -95,9 +95,12 @@ def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> 
     ("ranks", "overrides", "groups", "packed"),
     [
         (1, SINKS, 4, False),
+        (1, SINKS | FEW, 8, False),
         (1, NORMS, 2, True),
+        (2, CP2 | NORMS | FEW, 4, True),
         (4, TP2 | SP | CP2 | NORMS | SINKS, 2, False),
         (2, TP2 | SP | BIASES, 2, True),
+        (4, TP2 | SP | A2A | BIASES | SINKS | FEW, 2, False),
         (2, TP2 | BIASES | SINKS, 2, False),
         pytest.param(4, TP2 | CP2 | over("a2a") | MANY, 2, True, marks=pytest.mark.slow),
         (4, HCP | {"model__context_parallel_size": 4} | SINKS, 4, True),
@@ -151,6 +154,7 @@ def both(ranks: int, overrides: Overrides, packed: bool) -> None:
         (4, LEVELS | NORMS | MANY, 4, False),
         (4, TP2 | SP | A2A | NORMS | SINKS | {"model__num_query_groups": 4}, 2, False),
         (4, TP2 | A2A | MANY, 2, True),
+        (2, A2A | NORMS | FEW, 4, False),
         pytest.param(2, CP2 | over("all_gather") | NORMS, 4, False, marks=pytest.mark.slow),
         pytest.param(2, CP2 | over("p2p"), 2, True, marks=pytest.mark.slow),
         (1, SINKS, 2, True),
