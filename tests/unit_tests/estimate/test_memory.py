@@ -81,7 +81,9 @@ LAYOUTS = {
     "interleaved stages, few microbatches": (2, _STAGES | dict(train__global_batch_size=2)),
     "interleaved stages of four, each holds other messages": (
         4,
-        _STAGES | _RECOMPUTED | dict(model__pipeline_model_parallel_size=4, model__num_layers=8),
+        _STAGES
+        | _RECOMPUTED
+        | dict(model__pipeline_model_parallel_size=4, model__num_layers=8, train__global_batch_size=8),
     ),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),

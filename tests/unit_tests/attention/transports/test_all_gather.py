@@ -56,5 +56,5 @@ def alive_at_each_copy() -> list[int]:
 
 
 def test_gathered_keys_are_freed_before_gradients_are_copied() -> None:
-    """Both gradients live at the first copy, one at the second; keys and values do not."""
+    """Both gradients are alive at the first copy, one at the second, and keys never."""
     assert run_ranks(alive_at_each_copy, 2) == [[2, 1], [2, 1]]
