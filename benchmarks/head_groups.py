@@ -59,12 +59,15 @@ def config(arguments: argparse.Namespace) -> Any:
 
 def set_groups(run: Run, groups: int) -> None:
     """Compute by ``groups``; 1: megatron-core's attention."""
-    for module in (module for chunk in run.model for module in chunk.modules()):
-        if isinstance(module, SelfAttention):
+    for layer in (module for chunk in run.model for module in chunk.modules()):
+        if isinstance(module := getattr(layer, "self_attention", None), SelfAttention):
             module.head_groups = groups
             module.__class__ = SelfAttention if groups == 1 else HeadGroupsAttention
             module.linear_qkv.__class__ = ColumnParallelLinear if groups == 1 else ProjectionByGroups
             module.linear_proj.__class__ = RowParallelLinear if groups == 1 else OutputByGroups
+            layer.input_layernorm.__dict__.pop("forward", None)
+            if groups > 1:
+                module.take_norm(layer.input_layernorm)
 
 
 def set_overlap(run: Run, overlap: bool) -> None:

@@ -75,12 +75,14 @@ def _attention(model: ModelConfig, rank: Rank) -> Passes:
     backward = rank.products(*shapes, backward=True).plus(rotated).plus(core_back).plus(_around(model, rank, True))
     modules = {"core_attn": core, "layernorm": _norm_again(model, rank), "mla_up_proj": rank.products(*up)}
     if (count := model.attention_head_groups) > 1:
-        # The backward pass projects and rotates again. Each group starts kernels of its own. Under sequence parallelism
+        # The backward pass projects and rotates again. Each group starts kernels of its own, and normalizes the input
+        # once forward and twice backward, which the norm's own backward pass does once more. Under sequence parallelism
         # each gathers the input once forward and twice backward, the output's gradient, and reduces the input's.
         projected = rank.products(shapes[0]).plus(rotated)
         more = sum(each.kernels for each in (projected, core)) * (count - 1)
-        forward = forward.plus(NOTHING._replace(kernels=more))
-        backward = backward.plus(projected).plus(NOTHING._replace(kernels=3 * more))
+        norm = _norm_again(model, rank)
+        forward = forward.plus(NOTHING._replace(kernels=more)).plus(norm, count - 1)
+        backward = backward.plus(projected).plus(NOTHING._replace(kernels=3 * more)).plus(norm, 2 * count + 1)
         if rank.split > 1:
             forward = forward.plus(rank.of_tensor_parallel(hidden, count - 1))
             backward = backward.plus(rank.of_tensor_parallel(hidden, 4 * count - 3))

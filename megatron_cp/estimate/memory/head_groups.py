@@ -17,6 +17,7 @@ ANGLES = ATTENTION, "angles"
 def by_groups(
     model: ModelConfig,
     b: int,
+    norm: Sequence[Step],
     inside: Sequence[Step],
     q: float,
     width: float,
@@ -24,9 +25,10 @@ def by_groups(
     gathered: float,
     copied: int,
 ) -> Step:
-    """Return attention with both projections as one step.
+    """Return attention with its norm and both projections as one step.
 
     Args:
+        norm: the steps of the norm.
         inside: the steps from the first projection's output to attention's.
         q, width: bytes a token of attention's output and of the first projection, for all groups.
         exchanged: a transport copies them.
@@ -35,8 +37,8 @@ def by_groups(
     """
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
-    keeps = {(RESIDUAL, "attention output"): stream, (ATTENTION, "output"): q, (ATTENTION, "lse"): lse}
-    beside = stream  # gradient of the input
+    keeps = {(RESIDUAL, "attention input"): stream, (ATTENTION, "output"): q, (ATTENTION, "lse"): lse}
+    beside = stream  # gradient of the norm's output, then of the input
     others = (q if exchanged else 0.0) - lse
     if not any((ATTENTION, "qkv") in step.keeps for step in inside):
         others += width  # the projection stays until its gradient is complete
@@ -53,12 +55,14 @@ def by_groups(
     # Before it a group's gradients of output and weight, after it those of input and weight, in pieces of the tokens.
     sums = model.hidden_size * 4 / b / groups
     before = gathered * ((whole if model.sequence_parallel else 0.0) + q / groups)
-    after = gathered * whole
+    after = gathered * (whole + stream)
     if model.sequence_parallel:
         after = gathered * ((2 + copied) * whole + stream)
     near = _neighbours(model, inside[:-1], q, width)
     moments.append(Moment({}, beside + (q + near) / groups, weight + sums * q + before))
     moments.append(Moment({}, beside + (width + near) / groups, weight + sums * width + after))
+    of_norm = max(moment.total(1) for moment in cost_of(norm, stream).moments)  # and its input's gradient
+    moments.append(Moment({}, beside, weight + gathered * of_norm))
     return Step(keeps, 0.0, again=moments)
 
 

@@ -75,8 +75,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
     if groups > 1:
-        grouped = by_groups(model, b, steps[norms + 1 :], q, width, exchanges_heads(model), gathered, copied=1)
-        steps = [*steps[:norms], grouped]
+        norm, inside = steps[:norms], steps[norms + 1 :]
+        steps = [by_groups(model, b, norm, inside, q, width, exchanges_heads(model), gathered, copied=1)]
     else:
         steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")

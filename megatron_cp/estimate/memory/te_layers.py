@@ -71,10 +71,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         (ours,) = local_layers.core_steps(model, b, q, k, k, q, width)
         inside[-1] = replace(ours, gradients=max(ours.gradients, core[0].gradients))
         exchanged = local_layers.exchanges_heads(model)
-        steps = [
-            *norm_steps(model, b, "attention"),
-            by_groups(model, b, inside, q, width, exchanged, gathered, copied=0),
-        ]
+        norm = norm_steps(model, b, "attention")
+        steps = [by_groups(model, b, norm, inside, q, width, exchanged, gathered, copied=0)]
     else:
         steps = [*norm_and_column_steps(model, b, "attention", width / b), *inside]
         steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_cp.dynamic_cp.runtime.active_group import active_group
 from megatron_cp.models.initial_weights import draw_layer, drawing_from, seed_of
+from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -42,6 +43,9 @@ class SeededTransformerLayer(TransformerLayer):
             super().__init__(
                 config, *args, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
             )
+        if isinstance(self.self_attention, HeadGroupsAttention):
+            self.self_attention.take_norm(self.input_layernorm)
+            self.recompute_input_layernorm = False  # it has no output to drop
         draw_layer(self, initialization_seed, f"layer {number}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
@@ -27,7 +28,8 @@ from megatron_cp.models.layers.head_groups.projections import Groups, OutputByGr
 class HeadGroupsAttention(SelfAttention):
     """Self-attention by ``head_groups`` groups of heads, with or without ``overlap``.
 
-    For training and evaluation with this project's core attention, after a norm that is a module of its own.
+    For training and evaluation with this project's core attention. :meth:`take_norm` is called before with the layer's
+    norm, a module of its own: the input is the layer's.
     """
 
     linear_qkv: ProjectionByGroups
@@ -36,6 +38,14 @@ class HeadGroupsAttention(SelfAttention):
     def __init__(self, *args: Any, head_groups: int, overlap: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.head_groups, self.overlap = head_groups, overlap
+
+    def take_norm(self, norm: torch.nn.Module) -> None:
+        """Compute ``norm`` in pieces; its own call then returns the input.
+
+        That call is still needed: the distributed optimizer may still gather its weights.
+        """
+        self._norm = norm.forward, tuple(norm.parameters())
+        norm.forward = _unchanged
 
     def forward(
         self,
@@ -77,8 +87,10 @@ class HeadGroupsAttention(SelfAttention):
         inside = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
         parameters = [each for module in (*inside, self.core_attention) for each in module.parameters()]
         first = self.linear_qkv
+        norm, of_norm = self._norm
         groups = Groups(
-            *(attend, parameters, self.head_groups, self._sharing, self.overlap, self.hidden_size_per_attention_head),
+            *(attend, parameters, norm, of_norm),
+            *(self.head_groups, self._sharing, self.overlap, self.hidden_size_per_attention_head),
             *(first.tp_group, first.sequence_parallel, first.allreduce_dgrad),
         )
         return first(hidden_states, groups, self.linear_proj)
@@ -113,3 +125,7 @@ class HeadGroupsAttention(SelfAttention):
         common = {"config": self.config, "mscale": rotary_scale(self), "cp_group": group}
         for x, angle, cu_seqlens in zip(tensors, angles, bounds, strict=True):
             yield apply_rotary_pos_emb(x, angle, cu_seqlens=cu_seqlens, **common)
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden

@@ -1,9 +1,9 @@
 """Projections before and after attention, which is computed by groups of heads.
 
-One autograd function goes from the layer's input to the output of ``linear_proj``. So the gradient of attention's
-output exists for one group at a time too. Rows of tokens go through the projections in pieces. Under sequence
-parallelism a piece has tokens of all tensor-parallel ranks: all of them at once would be larger than a group's queries,
-keys and values.
+One autograd function goes from the layer's input to the output of ``linear_proj``, with the norm. So the gradient of
+attention's output exists for one group at a time too. Rows of tokens go through norm and projections in pieces: each
+group normalizes them again, and the norm's output never exists whole. Under sequence parallelism a piece has tokens of
+all tensor-parallel ranks: all of them at once would be larger than a group's queries, keys and values.
 
 With ``overlap`` the messages of a group, of transports that exchange heads, are on their way while the group before it
 is computed, and its results go back while the one after it is. Then tensors of up to three groups exist at a time.
@@ -61,20 +61,23 @@ class OutputByGroups(RowParallelLinear):
         self, groups: Groups, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return [s, b, h], and the bias that the caller adds (``skip_bias_add``)."""
-        return _ByGroups.apply(groups, hidden, weight, bias, self.weight, *groups.parameters), self.bias
+        others = *groups.of_norm, *groups.parameters
+        return _ByGroups.apply(groups, hidden, weight, bias, self.weight, *others), self.bias
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
     """What the groups of a call have in common.
 
-    parameters: others that ``attend`` uses.
+    parameters: others that ``attend`` uses. of_norm: those of ``norm``, before the first projection.
     sharing: groups that attend to the same key/value head. Each projects it, and has a part of its query heads.
     sum_gradients: those of the input are parts of a sum over tensor-parallel ranks, which have equal inputs.
     """
 
     attend: Attend
     parameters: Sequence[Tensor]
+    norm: Callable[[Tensor], Tensor]
+    of_norm: Sequence[Tensor]
     count: int
     sharing: int
     overlap: bool
@@ -119,16 +122,16 @@ class Groups:
         """Project a group's queries, keys and values of all tensor-parallel ranks."""
         mixed = hidden.new_empty((self._ranks, *hidden.shape[:2], len(weight)))
         for piece in self._pieces(hidden):
-            mixed[:, piece] = self._by_rank(F.linear(self._gather(hidden[piece]), weight, bias))
+            mixed[:, piece] = self._by_rank(F.linear(self._gather(self.norm(hidden[piece])), weight, bias))
         return mixed.flatten(0, 1)
 
-    def add_gradients(self, dmixed: Tensor, hidden: Tensor, weight: Tensor, dhidden: Tensor) -> Tensor:
-        """Add a group's gradient to the input's, and return the weight's."""
+    def add_gradients(self, dmixed: Tensor, hidden: Tensor, weight: Tensor, dnormed: Tensor) -> Tensor:
+        """Add a group's gradient to that of the norm's output, and return the weight's."""
         of_ranks, dweight = self._by_rank(dmixed), _zero_sum(weight)
         for piece in self._pieces(hidden):
-            rows, tokens = of_ranks[:, piece].flatten(0, 2), self._gather(hidden[piece])
+            rows, tokens = of_ranks[:, piece].flatten(0, 2), self._gather(self.norm(hidden[piece]))
             dweight += rows.t() @ tokens.flatten(0, 1)
-            dhidden[piece] += self._scatter((rows @ weight).view_as(tokens))
+            dnormed[piece] += self._scatter((rows @ weight).view_as(tokens))
         return dweight
 
     def output(self, whole: Tensor, weight: Tensor) -> Tensor:
@@ -149,8 +152,18 @@ class Groups:
             dweight += rows.flatten(0, 1).t() @ of_ranks[:, piece].flatten(0, 2)
         return dpart.flatten(0, 1), dweight
 
-    def sum(self, dhidden: Tensor) -> Tensor:
-        return reduce_from_tensor_model_parallel_region(dhidden, self.tp_group) if self.sum_gradients else dhidden
+    def norm_gradients(self, hidden: Tensor, dnormed: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the input, in ``dnormed``, and of the weights."""
+        dhidden = reduce_from_tensor_model_parallel_region(dnormed, self.tp_group) if self.sum_gradients else dnormed
+        sums = [_zero_sum(each) for each in self.of_norm]
+        for piece in self._pieces(hidden):
+            rows = hidden[piece].detach().requires_grad_()
+            with torch.enable_grad():
+                normed = self.norm(rows)
+            dhidden[piece], *found = torch.autograd.grad(normed, (rows, *self.of_norm), dhidden[piece])
+            for total, each in zip(sums, found, strict=True):
+                total += each
+        return dhidden, [total.to(each.dtype) for total, each in zip(sums, self.of_norm, strict=True)]
 
     @property
     def _ranks(self) -> int:
@@ -174,9 +187,7 @@ class Groups:
         return reduce_scatter_to_sequence_parallel_region(piece, group=self.tp_group)
 
 
-def _take(parts: Sequence[slice], whole: Tensor | None) -> Tensor | None:
-    if whole is None:
-        return None
+def _take(parts: Sequence[slice], whole: Tensor) -> Tensor:
     return whole[parts[0]] if len(parts) == 1 else torch.cat([whole[part] for part in parts])
 
 
@@ -210,7 +221,7 @@ class _ByGroups(torch.autograd.Function):
 
         def stages_of(group: int) -> Iterator[None]:
             rows = groups.rows(group, len(weight))
-            mixed = groups.project(hidden, _take(rows, weight), _take(rows, bias))
+            mixed = groups.project(hidden, _take(rows, weight), None if bias is None else _take(rows, bias))
             attention = groups.attend(mixed, group)
             del mixed
             out, lse = yield from attention.forward(group % 2)
@@ -227,8 +238,8 @@ class _ByGroups(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         groups, (doutput,) = ctx.groups, gradients
         hidden, weight, bias, output_weight, whole, *rest = ctx.saved_tensors
-        denominators, parameters = rest[: groups.count], rest[groups.count :]
-        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        denominators, parameters = rest[: groups.count], rest[groups.count + len(groups.of_norm) :]
+        dnormed = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         start = torch.zeros_like if groups.sharing == 1 else _zero_sum
         dweight, dbias = start(weight), None if bias is None else start(bias)
         doutput_weight = torch.empty_like(output_weight)
@@ -239,7 +250,9 @@ class _ByGroups(torch.autograd.Function):
             out = whole[..., columns]
             dout, doutput_weight[:, columns] = groups.output_gradients(doutput, out, output_weight[:, columns])
             out, dout = (x.unflatten(-1, (-1, groups.head_dim)) for x in (out, dout))
-            mixed = groups.project(hidden, _take(rows, weight), _take(rows, bias)).requires_grad_()
+            mixed = groups.project(
+                hidden, _take(rows, weight), None if bias is None else _take(rows, bias)
+            ).requires_grad_()
             with torch.enable_grad():
                 attention = groups.attend(mixed, group)
             stages = attention.backward(out, denominators[group], dout, (mixed, *parameters), group % 2)
@@ -247,11 +260,12 @@ class _ByGroups(torch.autograd.Function):
             dmixed, *others = yield from stages
             del stages
             assert dmixed is not None
-            _add(rows, dweight, groups.add_gradients(dmixed, hidden, _take(rows, weight), dhidden))
+            _add(rows, dweight, groups.add_gradients(dmixed, hidden, _take(rows, weight), dnormed))
             if dbias is not None:
                 _add(rows, dbias, dmixed.sum((0, 1)))
             sums[:] = [b if a is None else a if b is None else a + b for a, b in zip(sums, others, strict=True)]
 
         groups.run(stages_of)
         dweight, dbias = dweight.to(weight.dtype), None if dbias is None else dbias.to(weight.dtype)
-        return None, groups.sum(dhidden), dweight, dbias, doutput_weight, *sums
+        dhidden, of_norm = groups.norm_gradients(hidden, dnormed)
+        return None, dhidden, dweight, dbias, doutput_weight, *of_norm, *sums

@@ -62,10 +62,11 @@ class Live(TorchDispatchMode):
 
 
 def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> tuple[dict[str, torch.Tensor], int]:
-    """Return output and gradients of attention in float64, and the peak bytes."""
+    """Return output and gradients in float64, of norm and attention, and peak bytes."""
     run, _ = start(tiny_config(model__num_layers=2, **overrides))
     model = run.model[0].module
-    attention = model.decoder.layers[1].self_attention.double()
+    layer = model.decoder.layers[1].double()
+    attention, norm = layer.self_attention, layer.input_layernorm
     assert isinstance(attention, HeadGroupsAttention) == (overrides.get("model__attention_head_groups", 1) > 1)
     layout = run.config.model
     rows = (384 if packed else length) // layout.context_parallel_size
@@ -78,9 +79,10 @@ def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> 
         packs = PackedSeqParams("thd", bounds, bounds, padded, padded, 192, 192)
     angles = model.rotary_pos_emb(rows * layout.context_parallel_size, packed_seq=packed)
     # Gradients of a data-parallel wrapper's weights are added where it keeps them: these are asked for instead.
-    names, parameters = zip(*attention.named_parameters(), strict=True)
+    named = [*attention.named_parameters(), *norm.named_parameters(prefix="norm")]
+    names, parameters = zip(*named, strict=True)
     with Live() as live:
-        out, bias = attention(hidden, None, rotary_pos_emb=angles, packed_seq_params=packs)
+        out, bias = attention(norm(hidden), None, rotary_pos_emb=angles, packed_seq_params=packs)
         out = out if bias is None else out + bias
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         found = torch.autograd.grad(out, (hidden, *parameters), weights)
@@ -95,7 +97,7 @@ def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> 
     ("ranks", "overrides", "groups", "packed"),
     [
         (1, SINKS, 4, False),
-        (1, SINKS | FEW, 8, False),
+        (1, SINKS | FEW | {"model__normalization": "LayerNorm"}, 8, False),
         (1, NORMS, 2, True),
         (2, CP2 | NORMS | FEW, 4, True),
         (4, TP2 | SP | CP2 | NORMS | SINKS, 2, False),
