@@ -40,8 +40,6 @@ def by_groups(
     keeps = {(RESIDUAL, "attention input"): stream, (ATTENTION, "output"): q, (ATTENTION, "lse"): lse}
     beside = stream  # gradient of the norm's output, then of the input
     others = (q if exchanged else 0.0) - lse
-    if not any((ATTENTION, "qkv") in step.keeps for step in inside):
-        others += width  # the projection stays until its gradient is complete
     inside = [_with_whole_angles(step, groups) for step in inside]
     others += _neighbours(model, inside[:-1], q, width)
     sharing = sharing_groups(groups, model.kv_heads // model.tensor_model_parallel_size)
@@ -55,9 +53,9 @@ def by_groups(
     # Before it a group's gradients of output and weight, after it those of input and weight, in pieces of the tokens.
     sums = model.hidden_size * 4 / b / groups
     before = gathered * ((whole if model.sequence_parallel else 0.0) + q / groups)
-    after = gathered * (whole + stream)
+    after = gathered * (whole + stream + width / groups)
     if model.sequence_parallel:
-        after = gathered * ((2 + copied) * whole + stream)
+        after = gathered * ((2 + copied) * whole + stream + width / groups)
     near = _neighbours(model, inside[:-1], q, width)
     moments.append(Moment({}, beside + (q + near) / groups, weight + sums * q + before))
     moments.append(Moment({}, beside + (width + near) / groups, weight + sums * width + after))
@@ -81,7 +79,6 @@ def _neighbours(model: ModelConfig, local: Sequence[Step], q: float, width: floa
     if not model.overlap_head_groups or max(ranks, default=1) < 2:
         return 0.0
     kept = {key: size for step in local for key, size in step.keeps.items()}
-    kept.setdefault((ATTENTION, "qkv"), width)  # until its gradient is complete
     copies = 2 - 1 / max(ranks)  # received, and the others' parts of what is sent
     on_its_way = sum(kept.values()) + copies * (width + 2 * q)  # also the output and its gradient
     back = sum(kept.values()) + copies * width

@@ -49,12 +49,14 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     width = q + 2 * k
     steps = norm_steps(model, b, "attention")
     norms = len(steps)
-    steps += [column_step(model, b, "attention", width / b), Step({}, 2 * width)]
-    # Queries are put together from several key/value heads.
-    together = model.kv_heads not in (heads, tp) and not 1 < groups >= model.kv_heads // tp
+    # Groups have tensors of their own for queries, keys and values. Else these are parts of one, and queries of several
+    # key/value heads are put together.
+    apart = groups > 1
+    steps += [column_step(model, b, "attention", width / b), Step({}, width if apart else 2 * width)]
+    together = not apart and model.kv_heads not in (heads, tp)
     if model.qk_layernorm:
         roots = (heads + model.kv_heads) * b / tp * (1 if model.normalization == "RMSNorm" else 2)
-        normed = {(ATTENTION, "qkv"): width, (ATTENTION, "roots"): roots}
+        normed = {(ATTENTION, "qkv"): q + k if apart else width, (ATTENTION, "roots"): roots}
         if together:
             normed[ATTENTION, "q"] = q
         if model.normalization == "RMSNorm":
@@ -69,12 +71,12 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         tables = 4 * channels * b / micro_batch_size
         steps.append(Step({ANGLES: tables}, width + 3 * q))
     read = max(k, channels * b)  # with fewer groups than ranks, each has a whole head of keys
-    core = core_steps(model, b, q, read, read, q, width)
+    core = core_steps(model, b, q, read, read, q, k if apart else width)
     if plain:  # keys, and queries of one or all groups, are where the projection has left them
         names = ["k rotated", *([] if together else ["q rotated"])]
         core = [_without(step, names if viewed else [], names) for step in core]
     steps += core
-    if groups > 1:
+    if apart:
         norm, inside = steps[:norms], steps[norms + 1 :]
         steps = [by_groups(model, b, norm, inside, q, width, exchanges_heads(model), gathered, copied=1)]
     else:

@@ -63,12 +63,13 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     q, k = heads * channels * b / tp, sharing * model.kv_heads * channels * b / tp
     width = q + 2 * k
     core = core_steps(model, q, k, k, q)
-    inside = [Step({}, 2 * width), *core]
+    apart = model.attention_head_groups > 1  # else queries, keys and values are parts of one tensor
+    inside = [Step({}, width if apart else 2 * width), *core]
     if model.qk_layernorm:
         inside.insert(0, Step({(ATTENTION, "q and k before norms"): q + k}, 2 * width))
-    if model.attention_head_groups > 1:
+    if apart:
         # The transports are ours, with their buffers; the kernel's sums are Transformer Engine's.
-        (ours,) = local_layers.core_steps(model, b, q, k, k, q, width)
+        (ours,) = local_layers.core_steps(model, b, q, k, k, q, k)
         inside[-1] = replace(ours, gradients=max(ours.gradients, core[0].gradients))
         exchanged = local_layers.exchanges_heads(model)
         norm = norm_steps(model, b, "attention")

@@ -22,7 +22,8 @@ from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.attention.stages import StagedAttention
 from megatron_cp.config.names import NAME
 from megatron_cp.mcore.private_names import rotary_scale
-from megatron_cp.models.layers.head_groups.projections import Groups, OutputByGroups, ProjectionByGroups
+from megatron_cp.models.layers.head_groups.groups import Groups
+from megatron_cp.models.layers.head_groups.projections import OutputByGroups, ProjectionByGroups
 
 
 class HeadGroupsAttention(SelfAttention):
@@ -69,8 +70,12 @@ class HeadGroupsAttention(SelfAttention):
         cp_group = self.pg_collection.cp  # a microbatch's own, which is no longer set in the backward pass
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
 
-        def attend(mixed: Tensor, group: int) -> StagedAttention:
-            query, key, value = self._split(mixed)
+        def attend(tensors: list[Tensor], group: int) -> StagedAttention:
+            query, key, value = tensors
+            if self.q_layernorm is not None:
+                query = self.q_layernorm(query)
+            if self.k_layernorm is not None:
+                key = self.k_layernorm(key)
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
             if angles is not None:
@@ -87,31 +92,15 @@ class HeadGroupsAttention(SelfAttention):
         inside = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
         parameters = [each for module in (*inside, self.core_attention) for each in module.parameters()]
         first = self.linear_qkv
-        norm, of_norm = self._norm
+        (norm, of_norm), kv_heads = self._norm, self.num_query_groups_per_partition
+        sharing = sharing_groups(self.head_groups, kv_heads)
+        queries = self.num_attention_heads_per_partition // (kv_heads * sharing)
         groups = Groups(
             *(attend, parameters, norm, of_norm),
-            *(self.head_groups, self._sharing, self.overlap, self.hidden_size_per_attention_head),
+            *(self.head_groups, sharing, queries, self.hidden_size_per_attention_head, self.overlap),
             *(first.tp_group, first.sequence_parallel, first.allreduce_dgrad),
         )
         return first(hidden_states, groups, self.linear_proj)
-
-    @property
-    def _sharing(self) -> int:
-        """Groups that attend to the same key/value head."""
-        return sharing_groups(self.head_groups, self.num_query_groups_per_partition)
-
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a group's projection into queries, keys and values, [s, b, heads, d]."""
-        size = self.hidden_size_per_attention_head
-        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition // self._sharing
-        by_kv_head = mixed.unflatten(-1, (-1, (queries + 2) * size))
-        query, key, value = by_kv_head.split([queries * size, size, size], dim=-1)
-        query = query.reshape(*query.shape[:2], -1, size)
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
 
     def _rotate(
         self, tensors: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], packed: PackedSeqParams | None, group: Any

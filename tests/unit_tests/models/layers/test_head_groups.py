@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.attention.transports import comm, ring
-from megatron_cp.models.layers.head_groups import projections
+from megatron_cp.models.layers.head_groups import groups as groups_of_heads
 from megatron_cp.models.layers.head_groups.attention import HeadGroupsAttention
 from megatron_cp.parallel.collectives import sum_over_ranks
 from tests.ranks import run_ranks
@@ -112,7 +112,7 @@ def gradients(overrides: Overrides, packed: bool = False, length: int = 256) -> 
 def test_gradients_equal_those_of_all_heads_at_once(
     ranks: int, overrides: Overrides, groups: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projections, "GATHERED_TOKENS", 25)  # divides nothing
+    monkeypatch.setattr(groups_of_heads, "GATHERED_TOKENS", 25)  # divides nothing
     whole = run_ranks(gradients, ranks, overrides, packed)
     by_groups = run_ranks(gradients, ranks, overrides | {"model__attention_head_groups": groups}, packed)
     for (expected, _), (found, _) in zip(whole, by_groups, strict=True):
@@ -226,7 +226,7 @@ def test_overlap_changes_no_bit_of_training(ranks: int, overrides: Overrides) ->
 
 def test_memory_falls_with_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside input, gradients and attention's output, a group's share is left."""
-    monkeypatch.setattr(projections, "GATHERED_TOKENS", 64)
+    monkeypatch.setattr(groups_of_heads, "GATHERED_TOKENS", 64)
     length, model = 1024, MANY | {"model__kv_channels": 32, "dataset__seq_length": 1024}
     most = {
         n: run_ranks(gradients, 1, model | {"model__attention_head_groups": n}, False, length)[0][1]
