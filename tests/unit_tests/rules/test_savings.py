@@ -81,6 +81,15 @@ def test_attention_is_divided_at_last(tp: int, groups: int) -> None:
     assert not [each for each in check(chosen.config, 8, 8, "gpu") if each.severity == "error"]
 
 
+def test_five_million_tokens_fit_eight_gpus() -> None:
+    """Each of four groups has a query head, and projects the key/value head again."""
+    layout = ["model.tensor_model_parallel_size=8", "model.context_parallel_size=1"]
+    case = case_of(5 * 2**20, *layout, "train.global_batch_size=1", "train.micro_batch_size=1")
+    chosen, _ = choose_savings(case)
+    assert share(chosen) <= 1 and chosen.config.model.attention_head_groups == 4
+    assert not [each for each in check(chosen.config, 8, 8, "gpu") if each.severity == "error"]
+
+
 def test_latent_attention_is_not_divided() -> None:
     model = case_of(2**17).config.model
     assert possible_head_groups(model, 2) == [2, 4, 8, 16] and possible_head_groups(model, 1, [8]) == [2, 4]
