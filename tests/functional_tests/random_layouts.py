@@ -25,6 +25,7 @@ NO_SAVINGS: Overrides = {
     "model__cross_entropy_chunk_size": None,
     "model__mlp_chunk_size": None,
     "model__attention_head_groups": 1,
+    "model__overlap_head_groups": False,
     "model__offload_layer_inputs": False,
 }
 
@@ -186,7 +187,8 @@ def saving_configurations(draw: Any) -> tuple[int, Overrides]:
         "model__recompute_num_layers": 1,
         "model__cross_entropy_chunk_size": draw(st.sampled_from([5, 16])),
         "model__mlp_chunk_size": draw(st.sampled_from([7, 16])),
-        "model__attention_head_groups": draw(st.sampled_from([heads_per_rank, heads_per_rank, 1])),
+        "model__attention_head_groups": draw(st.sampled_from([heads_per_rank, 2 * heads_per_rank, 1])),
+        "model__overlap_head_groups": draw(st.booleans()),
         "model__offload_layer_inputs": draw(st.sampled_from([True, True, False])),
     }
 
