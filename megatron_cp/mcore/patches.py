@@ -200,8 +200,8 @@ def _packs_are_rotated_without_waiting() -> None:
 def _packs_have_one_table_of_angles() -> None:
     """Keep one table of rotary angles for packs.
 
-    It is as long as the longest document so far. models/common/embeddings/rotary_pos_embedding.py:177 and
-    yarn_rotary_pos_embedding.py:159. Upstream keeps the tables of the last 32 lengths and groups: packs have a longest
+    models/common/embeddings/rotary_pos_embedding.py:177 and yarn_rotary_pos_embedding.py:159. The table is as long as
+    the longest document so far. Upstream keeps the tables of the last 32 lengths and groups: packs have a longest
     document each, and dynamic context parallelism a group each. A table for 1M tokens and heads of 128 takes 512 MiB.
     Rows do not depend on the length. Test: tests/unit_tests/mcore/test_patches.py.
     """

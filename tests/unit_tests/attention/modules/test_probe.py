@@ -93,7 +93,7 @@ def _broken(how: str) -> str:
         case "silent gather":
             comm.all_gather = _gather_only_my_own
         case "silent gradients":
-            all_gather._scatter = lambda dkeys, dvalues, _, peers: (x.chunk(peers.size)[0] for x in (dkeys, dvalues))
+            all_gather._scatter = lambda gradients, _, peers: (x.chunk(peers.size)[0] for x in gradients)
     try:
         probe_attention(chunks)
     except ProbeError as error:
