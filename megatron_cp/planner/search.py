@@ -143,12 +143,17 @@ class Search:
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def _steps_that_fit(self, base: _Base) -> list[int]:
-        """Return the numbers of the memory savings that fit, fastest first."""
+        """Return the numbers of the memory savings that fit, fastest first.
+
+        Those with layer inputs on the host are last, and each takes more time than the one before it.
+        """
         if self._memory(base.at(-1)).total > self._capacity:
             return []
         last = len(base.steps) - 1
         fitting = [step for step in range(last) if self._memory(base.at(step)).total <= self._capacity]
-        return sorted([*fitting, last], key=lambda step: self._least_seconds(base, step))
+        on_device = [step for step in (*fitting, last) if not base.steps[step].get(NAME.model.offload_layer_inputs)]
+        on_device.sort(key=lambda step: self._least_seconds(base, step))
+        return on_device + [step for step in (*fitting, last) if step not in on_device]
 
     def _transports_to_estimate(self, base: _Base, step: int) -> Iterator[int]:
         """Yield the numbers of the transports to estimate.

@@ -164,7 +164,7 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
 
 
 def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:
-    """Return whether a stage receives and sends a tensor while its layers run.
+    """Return whether a stage has a tensor that came and one to send during its passes.
 
     With virtual stages, and where backward passes of the second group come before the last forward pass.
     """

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.mcore import patches
+from megatron_cp.mcore import rotary
 from tests.ranks import run_ranks
 
 
@@ -61,15 +61,15 @@ def test_packs_are_rotated_as_one_by_one(size: int, lengths: tuple[int, ...]) ->
 
 def test_rows_of_a_pack_are_cached_until_its_lengths_are_modified() -> None:
     cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
-    first = patches._rows_of_pack(cu_seqlens, 12, 1, 2)
+    first = rotary._rows_of_pack(cu_seqlens, 12, 1, 2)
     assert first.tolist() == [2, 3, 4, 5, *range(4, 12)]
-    assert patches._rows_of_pack(cu_seqlens, 12, 1, 2) is first
+    assert rotary._rows_of_pack(cu_seqlens, 12, 1, 2) is first
     cu_seqlens[1] = 16
-    assert patches._rows_of_pack(cu_seqlens, 12, 1, 2).tolist() == [*range(4, 12), 2, 3, 4, 5]
+    assert rotary._rows_of_pack(cu_seqlens, 12, 1, 2).tolist() == [*range(4, 12), 2, 3, 4, 5]
     with pytest.raises(RuntimeError, match="this rank has 10 tokens of a packed batch, not 1/2"):
-        patches._rows_of_pack(cu_seqlens, 10, 1, 2)
+        rotary._rows_of_pack(cu_seqlens, 10, 1, 2)
     with torch.inference_mode():
-        assert patches._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]
+        assert rotary._rows_of_pack(torch.tensor([0, 4]), 4, 0, 1).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("yarn", [False, True])

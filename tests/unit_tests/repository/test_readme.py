@@ -64,7 +64,7 @@ def test_versions_are_the_locked_ones() -> None:
 
 def test_every_repair_is_listed() -> None:
     page = (ROOT / "3rdparty/README.md").read_text()
-    patches = (ROOT / "megatron_cp/mcore/patches.py").read_text()
+    patches = "".join((ROOT / f"megatron_cp/mcore/{name}.py").read_text() for name in ("patches", "rotary"))
     repairs = re.findall(r"^    (\w+/[\w/]+\.py):(\d+)", patches, flags=re.MULTILINE)
     assert len(repairs) == len(re.findall(r"^    _\w+\(\)$", patches, flags=re.MULTILINE)) >= 1
     for path, line in repairs:

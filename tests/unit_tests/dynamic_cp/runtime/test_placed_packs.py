@@ -13,7 +13,7 @@ from megatron_cp.dynamic_cp import Group, Schedule
 from megatron_cp.dynamic_cp.analysis.report import padding_fraction
 from megatron_cp.dynamic_cp.runtime.packing import BlockGroups, HostPack, Sample, lay_out
 from megatron_cp.dynamic_cp.types import padded_length, padded_tokens
-from megatron_cp.mcore.patches import _rows_of_pack
+from megatron_cp.mcore.rotary import _rows_of_pack
 from megatron_cp.training.batch_checks import problems_of_packs
 from megatron_cp.training.held_out.counts import _samples_of_tokens
 

@@ -16,7 +16,7 @@ from megatron_cp.attention.modules import native as core_attention
 from megatron_cp.attention.tiles import Mask
 from megatron_cp.attention.transports import all_to_all, comm, ring
 from megatron_cp.dynamic_cp.runtime import packing
-from megatron_cp.mcore import patches
+from megatron_cp.mcore import rotary
 from megatron_cp.models.layers.mamba import exchange
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2, over
@@ -205,7 +205,7 @@ def offset_in_packs() -> Patch:
     def change(rows: Callable) -> Callable:
         return lambda starts, count, rank, size: rows(starts, count, (rank + 1) % size, size)
 
-    return changed(patches, "_rows_of_pack", change)
+    return changed(rotary, "_rows_of_pack", change)
 
 
 @fault("packs: a rank's two chunks in the other order", PACKED | CP2, FORWARD)
