@@ -9,7 +9,7 @@ from typing import Any
 from megatron_cp.config.run_config import ModelConfig
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
-from megatron_cp.dynamic_cp.scheduler.schedule import schedule
+from megatron_cp.dynamic_cp.scheduler.schedule import estimated_seconds, schedule
 from megatron_cp.dynamic_cp.token_buckets import BucketFit, fit_to_batches
 from megatron_cp.dynamic_cp.types import Schedule
 from megatron_cp.estimate.prices import prices
@@ -47,6 +47,21 @@ def make_schedule(model: ModelConfig, layout: RankLayout, lengths: Sequence[int]
         return schedule(lengths, num_ranks, most, min_cp_size=minimum, **lockstep, **common)
     common["microbatch_multiple"] = lockstep["microbatch_multiple"]
     return schedule_fixed_cp(lengths, num_ranks, most, cp_size=layout.cp, **common)
+
+
+def estimated_step(model: ModelConfig, layout: RankLayout, lengths: Sequence[int], cost: CostModel) -> float:
+    """Estimate the seconds of a batch with dynamic CP, without a schedule."""
+    assert model.max_seqlen_per_dp_cp_rank is not None
+    return estimated_seconds(
+        lengths,
+        layout.dp * layout.cp,
+        model.max_seqlen_per_dp_cp_rank,
+        cost=cost,
+        min_cp_size=model.min_dynamic_context_parallel_size,
+        sync_ranks=sync_ranks(layout),
+        pipeline_size=1 + (layout.pp - 1) / (model.virtual_pipeline_model_parallel_size or 1),
+        sequence_parallel_size=sequence_parallel_size(model),
+    )
 
 
 def evaluation_model(training: ModelConfig, size: int | None, micro_batch_size: int) -> ModelConfig:

@@ -8,21 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cp.attention.transports.registry import ALL_TO_ALL
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
-from megatron_cp.estimate.job import MemoryEstimate, TimeEstimate
+from megatron_cp.planner.estimator import Estimator
 from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
-from megatron_cp.planner.packed import least_seconds, packed_job, packed_time
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
-from megatron_cp.rules.job import job_of
-from megatron_cp.rules.remedies import Case
 
-_WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
+_PACKING = (
+    NAME.train.micro_batch_size,
+    NAME.model.sequence_packing_scheduler,
+    NAME.model.dynamic_context_parallel,
+    NAME.model.min_dynamic_context_parallel_size,
+    NAME.model.max_seqlen_per_dp_cp_rank,
+)
 _ATTENTION_RULES = "BCDE"  # rule sections that depend on the ranks of one CP group only
 _MOST_SHOWN = 12  # most layouts reported that do not fit
-_MOST_SIMULATED = 60  # most layouts whose packs are scheduled before only these are ranked, 0.1 s each
+_MOST_SIMULATED = 30  # most layouts whose packs are scheduled before only these are ranked, 0.1 s each
+_MOST_FOR_FRONTIER = 20  # most further layouts whose packs are scheduled for the frontier
 _MOST_CHECKED = 40  # most frontier layouts checked against the rules
 _MOST_REFUSED = 500  # most layouts that the rules reject before any is accepted
 _MOST_BASES = 100  # most bases with estimates of all memory savings
@@ -52,12 +55,12 @@ class Search:
     """
 
     def __init__(self, space: Space, capacity: float, models: Models) -> None:
-        self._space, self._capacity, self._models = space, capacity, models
-        self._examined = self._refusals = 0
-        self._simulated: dict[str, TimeEstimate] = {}  # by settings
+        self._space, self._capacity = space, capacity
+        self._estimates = Estimator(space, models)
         self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
         self._bounds: dict[tuple[_Base, int], float] = {}
+        self._refinements: dict[_Base, float] = {}
         self._count = itertools.count()
 
     def run(self, count: int) -> Found:
@@ -76,9 +79,13 @@ class Search:
         fitting: dict[tuple[Any, ...], Estimated] = {}
         bases: list[_Base] = []
         too_large: list[tuple[float, Settings, Settings | None]] = []
-        while queue and len(fitting) < count and (fitting or self._refusals < _MOST_REFUSED):
+        refusals = 0
+        while queue and len(fitting) < count and (fitting or refusals < _MOST_REFUSED):
             seconds, _, base, step, transport = heapq.heappop(queue)
-            if base.division in fitting or (transport < 0 and len(self._simulated) >= _MOST_SIMULATED):
+            if base.division in fitting or (transport < 0 and self._estimates.schedules >= _MOST_SIMULATED):
+                continue
+            if step < 0 and (refined := self._refined(base)) > seconds:
+                push(refined, base)
                 continue
             if step < 0:
                 steps = self._steps_that_fit(base)
@@ -88,69 +95,74 @@ class Search:
                 if first := min(steps):
                     too_large.append((seconds, base.at(first - 1), base.at(steps[0])))
                 bases.append(base)
-                push(self._least_seconds(base, steps[0]), base, steps[0])
+                push(max(seconds, self._least_seconds(base, steps[0])), base, steps[0])
                 continue
             if transport < 0:
-                for number in self._transports_to_estimate(base, step):
-                    push(self._time(base.at(step, number)).seconds, base, step, number)
+                numbers = list(self._transports_to_estimate(base, step))
+                refusals += not numbers
+                for number in numbers:
+                    push(self._estimates.expected_seconds(base.at(step, number)), base, step, number)
                 continue
-            found = self.estimate(base.at(step, transport))
+            if not self._estimates.is_quick(settings := base.at(step, transport)):
+                if self._estimates.schedules < _MOST_SIMULATED:
+                    push(self._estimates.time(settings).seconds, base, step, transport)
+                continue
+            found = self._estimates.both(settings)
             if found.memory.total > self._capacity:  # the transport's buffers do not fit
                 steps = self._steps_that_fit(base)
                 for slower in steps[steps.index(step) + 1 :][:1]:
-                    push(self._time(base.at(slower, transport)).seconds, base, slower, transport)
+                    push(self._estimates.expected_seconds(base.at(slower, transport)), base, slower, transport)
             elif self._accepted(found.settings):
                 fitting[base.division] = found
+            else:
+                refusals += 1
         ranked = tuple(sorted(fitting.values(), key=lambda each: each.order))
         return Found(
             ranked,
             tuple(self._frontier(ranked, bases)),
             tuple(self._too_large(too_large, ranked)),
-            self._examined,
+            self._estimates.count,
         )
 
     def smallest(self) -> Estimated | None:
         """Return the layout with the least memory that passes the rules."""
-        needs = [(self._memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
+        needs = [(self._estimates.memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
         ordered = [base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2])][:_MOST_REFUSED]
-        return next((self.estimate(found) for found in ordered if self._accepted(found)), None)
-
-    def estimate(self, settings: Settings) -> Estimated:
-        """Estimate the memory and time of a layout."""
-        return Estimated(settings, self._memory(settings), self._time(settings))
+        return next((self._estimates.both(found) for found in ordered if self._accepted(found)), None)
 
     def _bases(self) -> Iterator[_Base]:
         for grid in self._space.grids():
             transports = tuple(each for each in self._space.transports(grid) if self._can_use(grid, each))
             for schedule in self._space.schedules(grid) if transports else ():
-                yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
+                if self._can_pack(grid, schedule, transports):
+                    yield _Base(grid | schedule, transports, tuple(self._space.savings(grid, schedule)))
 
     def _least_seconds(self, base: _Base, step: int) -> float:
         """Return a lower bound of the step time, in seconds.
 
-        Assumes enough memory, and a free transport that does not divide attention over the sequence.
+        Assumes enough memory and a free transport.
         """
         if (base, step) not in self._bounds:
-            whole = _WHOLE if base.settings[NAME.model.context_parallel_size] > 1 else {}
-            self._bounds[base, step] = self._bound(base.at(step) | whole)
+            self._bounds[base, step] = self._estimates.least_seconds(base.at(step))
         return self._bounds[base, step]
 
-    def _bound(self, settings: Settings) -> float:
-        if self._space.lengths is not None:
-            self._examined += 1
-            return least_seconds(self._case(settings), self._space.lengths, self._models.time)
-        time = self._time(settings)
-        return time.seconds - time.kinds.get("exposed cp", 0.0)
+    def _refined(self, base: _Base) -> float:
+        """Return the step's seconds without memory savings, of packs a better estimate."""
+        if self._space.lengths is None:
+            return self._least_seconds(base, 0)
+        if base not in self._refinements:
+            self._refinements[base] = self._estimates.expected_seconds(base.at(0, self._fastest(base, 0)[0]))
+        return self._refinements[base]
 
     def _steps_that_fit(self, base: _Base) -> list[int]:
         """Return the numbers of the memory savings that fit, fastest first.
 
         Those with layer inputs on the host are last, and each takes more time than the one before it.
         """
-        if self._memory(base.at(-1)).total > self._capacity:
+        if self._estimates.memory(base.at(-1)).total > self._capacity:
             return []
         last = len(base.steps) - 1
-        fitting = [step for step in range(last) if self._memory(base.at(step)).total <= self._capacity]
+        fitting = [step for step in range(last) if self._estimates.memory(base.at(step)).total <= self._capacity]
         on_device = [step for step in (*fitting, last) if not base.steps[step].get(NAME.model.offload_layer_inputs)]
         on_device.sort(key=lambda step: self._least_seconds(base, step))
         return on_device + [step for step in (*fitting, last) if step not in on_device]
@@ -160,16 +172,16 @@ class Search:
 
         Of packs only the fastest for equal packs that the rules accept: to schedule a layout takes longer than both.
         """
-        numbers, lengths = range(len(base.transports)), self._space.lengths
-        if lengths is None:
-            yield from numbers
+        if self._space.lengths is None:
+            yield from range(len(base.transports))
             return
-
-        def seconds(number: int) -> float:
-            return self._models.time(packed_job(self._case(base.at(step, number)), lengths)).seconds
-
-        accepted = (number for number in sorted(numbers, key=seconds) if self._accepted(base.at(step, number)))
+        accepted = (number for number in self._fastest(base, step) if self._accepted(base.at(step, number)))
         yield from itertools.islice(accepted, 1)
+
+    def _fastest(self, base: _Base, step: int) -> list[int]:
+        """Return the numbers of the transports, fastest for equal packs first."""
+        packs = self._estimates.seconds_of_equal_packs
+        return sorted(range(len(base.transports)), key=lambda number: packs(base.at(step, number)))
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
         """Return whether a CP group can use a transport.
@@ -187,32 +199,26 @@ class Search:
             self._usable[key] = refused is None
         return self._usable[key]
 
-    def _case(self, settings: Settings) -> Case:
-        return with_settings(self._space.case, settings)
-
-    def _memory(self, settings: Settings) -> MemoryEstimate:
-        self._examined += 1
-        job = job_of(self._case(settings))
-        assert job is not None  # recipes of a plan have a vocabulary size
-        return self._models.memory(job)
-
-    def _time(self, settings: Settings) -> TimeEstimate:
-        self._examined += 1
-        case, lengths = self._case(settings), self._space.lengths
-        if lengths is not None:
-            key = str(settings)
-            if key not in self._simulated:
-                self._simulated[key] = packed_time(case, lengths, self._models)
-            return self._simulated[key]
-        job = job_of(case)
-        assert job is not None
-        return self._models.time(job)
+    def _can_pack(self, grid: Settings, schedule: Settings, transports: Sequence[Settings]) -> bool:
+        """Return whether a transport can run a schedule's packs, whatever the savings."""
+        if not schedule.get(NAME.model.dynamic_context_parallel):
+            return True
+        alone = {NAME.model.pipeline_model_parallel_size: 1, NAME.model.virtual_pipeline_model_parallel_size: None}
+        world = self._space.case.world_size // grid[NAME.model.pipeline_model_parallel_size]
+        settings = grid | {name: schedule[name] for name in _PACKING} | alone
+        key = (world, *map(str, settings.values()))
+        if key not in self._usable:
+            cases = (replace(with_settings(self._space.case, settings | each), world_size=world) for each in transports)
+            refused = [refusal(case, _ATTENTION_RULES) for case in cases]
+            self.refused = refused[0] or self.refused
+            self._usable[key] = None in refused
+        return self._usable[key]
 
     def _accepted(self, settings: Settings) -> bool:
-        refused = refusal(self._case(settings))
+        refused = refusal(self._estimates.case(settings))
         if refused is None:
             return True
-        self.refused, self._refusals = refused, self._refusals + 1
+        self.refused = refused
         return False
 
     def _frontier(self, fitting: Sequence[Estimated], bases: Sequence[_Base]) -> Iterator[Estimated]:
@@ -221,31 +227,39 @@ class Search:
         A time is estimated only where memory is below that of all faster layouts.
         """
         accepted, checked, least = {str(each.settings) for each in fitting}, 0, 0.99 * self._capacity
-        queue: list[tuple[Any, int, Settings, MemoryEstimate, Estimated | None]] = []
+        queue: list[tuple[Any, int, float, tuple[_Base, int] | Settings | Estimated]] = []
 
-        def push(order: Any, settings: Settings, memory: MemoryEstimate, found: Estimated | None = None) -> None:
-            heapq.heappush(queue, (order, next(self._count), settings, memory, found))
+        def push(order: Any, memory: float, found: tuple[_Base, int] | Settings | Estimated) -> None:
+            heapq.heappush(queue, (order, next(self._count), memory, found))
 
         for base in bases[:_MOST_BASES]:
             for step in range(len(base.steps)):
-                push((self._least_seconds(base, step),), base.at(step), self._memory(base.at(step)))
+                if (memory := self._estimates.memory(base.at(step)).total) < 0.98 * least:
+                    push((self._least_seconds(base, step),), memory, (base, step))
         for each in fitting:
-            push(each.order, each.settings, each.memory, each)
+            push(each.order, each.memory.total, each)
         while queue and checked < _MOST_CHECKED:
-            _, _, settings, memory, found = heapq.heappop(queue)
-            if memory.total >= 0.98 * least:
+            _, _, memory, found = heapq.heappop(queue)
+            if memory >= 0.98 * least:
                 continue
-            if found is None:
-                if len(self._simulated) >= 2 * _MOST_SIMULATED:
-                    continue
-                found = Estimated(settings, memory, self._time(settings))
-                push(found.order, settings, memory, found)
+            full = self._estimates.schedules >= _MOST_SIMULATED + _MOST_FOR_FRONTIER
+            if isinstance(found, tuple):
+                for number in () if full else self._transports_to_estimate(*found):
+                    settings = found[0].at(found[1], number)
+                    push(
+                        (self._estimates.expected_seconds(settings),), self._estimates.memory(settings).total, settings
+                    )
                 continue
-            if str(settings) not in accepted:
+            if not isinstance(found, Estimated):
+                if self._estimates.is_quick(found) or not full:
+                    each = self._estimates.both(found)
+                    push(each.order, memory, each)
+                continue
+            if str(found.settings) not in accepted:
                 checked += 1
-                if not self._accepted(settings):
+                if not self._accepted(found.settings):
                     continue
-            least = memory.total
+            least = memory
             yield found
 
     def _too_large(
@@ -260,7 +274,7 @@ class Search:
             division = tuple(settings[name] for name in DIVISION)
             if division not in shown and len(shown) < _MOST_SHOWN and self._accepted(settings):
                 near = sorted((other.settings for other in fitting), key=_changes(settings))
-                shown[division] = TooLarge(self.estimate(settings), remedy or next(iter(near), None))
+                shown[division] = TooLarge(self._estimates.both(settings), remedy or next(iter(near), None))
         return sorted(shown.values(), key=lambda each: each.layout.order)
 
 

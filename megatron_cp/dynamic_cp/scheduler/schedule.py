@@ -22,6 +22,8 @@ _EFFORT = 15_000
 _MOST_PLANS = 24
 # Number of most promising limits that are also planned with wide jobs filled up first.
 _STARTS_WITH_FILL = 4
+# Limits tried as long as no plan is within this factor of the estimate.
+_TRIED, _GOOD = 3, 1.03
 # Groups of one size are also tried if they may take less than this fraction of the plan's seconds.
 _WORTH_A_TRY = 0.995
 
@@ -103,6 +105,26 @@ def schedule(
     return Schedule(num_ranks, max_seqlen_per_rank, chosen, sequence_parallel_size)
 
 
+def estimated_seconds(
+    lengths: Sequence[int] | np.ndarray,
+    num_ranks: int,
+    max_seqlen_per_rank: int,
+    *,
+    cost: CostModel,
+    min_cp_size: int = 1,
+    sync_ranks: int = 1,
+    pipeline_size: float = 1,
+    sequence_parallel_size: int = 1,
+) -> float:
+    """Estimate the seconds of a step without a schedule.
+
+    Arguments and errors are those of :func:`schedule`. ``pipeline_size`` may be a fraction: virtual stages divide the
+    time in which a pipeline fills and drains. Packs of high fixed costs, or that fill up badly, take longer.
+    """
+    problem = make_problem(lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost, sequence_parallel_size)
+    return _promising_limits(problem, pipeline_size, 0.0 if sync_ranks == 1 and pipeline_size == 1 else 0.1)[1]
+
+
 def _of_one_size(
     problem: Problem,
     lengths: Sequence[int] | np.ndarray,
@@ -155,26 +177,29 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> list[Grou
     """
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
-    limits = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
-    tried = {False: limits[: budget if keeps_step else max(1, min(3, budget // 4))]}
+    limits, least = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
+
+    def best_of(some: list[float], fill: bool = False) -> GroupPlan:
+        found = [build(problem, problem.levels_under(x), block_level, x, pipeline_size, fill) for x in some]
+        return min(found, key=lambda plan: plan.seconds)
+
+    first = budget if keeps_step else max(1, min(_TRIED, budget // 4))
+    best = [best_of(limits[:first])]
+    for limit in limits[first:_TRIED]:
+        if best[0].seconds > _GOOD * least:
+            best = [min(best[0], best_of([limit]), key=lambda plan: plan.seconds)]
     if budget >= 12:
-        tried[True] = limits[:_STARTS_WITH_FILL]
-    best = [
-        min(
-            [build(problem, problem.levels_under(limit), block_level, limit, pipeline_size, fill) for limit in some],
-            key=lambda plan: plan.seconds,
-        )
-        for fill, some in tried.items()
-    ]
+        best.append(best_of(limits[:_STARTS_WITH_FILL], fill=True))
     best.sort(key=lambda plan: plan.seconds)
     return best if pipeline_size > 1 else best[:1]
 
 
-def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: float) -> list[float]:
+def _promising_limits(problem: Problem, pipeline_size: float, weight_of_longest: float) -> tuple[list[float], float]:
     """Return limits on a microbatch's seconds, most promising first.
 
-    By an estimate of the step: the area (seconds times ranks of every sample, spread evenly), or the longest sample if
-    that is more, plus the pipeline's bubble. In lockstep, neighbours of the longest sample waste some of its time.
+    Also returns the estimated seconds of a step with the first. The estimate is the area (seconds times ranks of every
+    sample, spread evenly), or the longest sample if that is more, plus the pipeline's bubble. In lockstep, neighbours
+    of the longest sample waste some of its time.
     """
     limits = _ladder(problem)
     over = problem.over(limits)
@@ -201,9 +226,8 @@ def _promising_limits(problem: Problem, pipeline_size: int, weight_of_longest: f
     np.maximum(longest, problem.seconds[:, 0].min(), out=longest, where=left > 0)
     spread /= problem.tree.num_ranks
     ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
-    return [
-        limit for _, limit in sorted(zip(ahead.tolist(), limits, strict=True), key=lambda pair: (pair[0], -pair[1]))
-    ]
+    ordered = sorted(zip(ahead.tolist(), limits, strict=True), key=lambda pair: (pair[0], -pair[1]))
+    return [limit for _, limit in ordered], ordered[0][0]
 
 
 def _ladder(problem: Problem) -> list[float]:

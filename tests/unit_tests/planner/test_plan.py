@@ -17,7 +17,8 @@ from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
 from megatron_cp.estimate.device import load_device
 from megatron_cp.estimate.memory import memory_estimate
-from megatron_cp.planner import search
+from megatron_cp.planner import estimator, search
+from megatron_cp.planner.estimator import Estimator
 from megatron_cp.planner.found import Models
 from megatron_cp.planner.packed import packed_time
 from megatron_cp.planner.request import Amount, amount, model_recipe
@@ -93,7 +94,7 @@ def test_the_search_finds_what_trying_everything_finds():
                 if models.time(job_of(with_settings(case, settings))).seconds < 0.999 * best.time.seconds:
                     tried = with_settings(case, settings)
                     is_refused = any(each.severity == "error" for each in check(tried.config, 8, 4, tried.environment))
-                    assert is_refused or search.estimate(settings).memory.total > capacity, settings
+                    assert is_refused or Estimator(space, models).memory(settings).total > capacity, settings
 
 
 def test_the_fastest_memory_savings_are_chosen_not_the_first():
@@ -161,22 +162,38 @@ def test_experts_may_lie_on_more_ranks_than_share_samples():
     assert 0 < estimated.kinds["matrix products"] < estimated.seconds
 
 
+def test_virtual_stages_shorten_the_bubble_of_packs():
+    """Four virtual stages leave a quarter of the pipeline's fill and drain time."""
+    words = ["model.pipeline_model_parallel_size=2", "model.sequence_packing_scheduler=default_dynamic_cp"]
+    words += ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=8192"]
+    words += ["model.min_dynamic_context_parallel_size=1", "model.context_parallel_size=4", "train.micro_batch_size=1"]
+    waits = []
+    for virtual in ("null", "4"):
+        word = f"model.virtual_pipeline_model_parallel_size={virtual}"
+        config = load_recipe("llama32_1b_pretrain_config", [*words, word])
+        case = Case(config, 8, 8, Environment.of("gpu"))
+        estimated = packed_time(case, (8192,) * 32, Models.on(load_device("h100"), 8))
+        waits.append(estimated.kinds["imbalance"])
+    assert waits[0] / waits[1] == pytest.approx(4, rel=0.02)
+
+
 @pytest.fixture
 def few_schedules(monkeypatch):
-    """Return a search that schedules five layouts before ranking, and the schedules."""
+    """Return a search that schedules nine layouts, four for the frontier; and those."""
     scheduled = []
     monkeypatch.setattr(search, "_MOST_SIMULATED", 5)
-    monkeypatch.setattr(search, "packed_time", lambda *args: scheduled.append(1) or packed_time(*args))
+    monkeypatch.setattr(search, "_MOST_FOR_FRONTIER", 4)
+    monkeypatch.setattr(estimator, "packed_time", lambda *args: scheduled.append(1) or packed_time(*args))
     config = with_overrides(load_recipe(RECIPE), ["model.sequence_packing_scheduler=default_dynamic_cp"])
     space = Space(Case(config, 16, 8, Environment.of("gpu")), (), 8, (512,) * 60 + (32768,) * 2)
     return Search(space, 72 * 2**30, Models.on(load_device("h100"), 8)), scheduled
 
 
 def test_a_search_of_packs_schedules_few_layouts(few_schedules):
-    """The frontier takes as many again, and layouts that do not fit take one each."""
+    """Layouts that do not fit take one each."""
     packs, scheduled = few_schedules
     best = packs.run(3)
-    assert len(scheduled) <= 5 + 5 + len(best.too_large) and best.fitting and best.frontier
+    assert len(scheduled) <= 5 + 4 + len(best.too_large) and best.fitting and best.frontier
     shown = [each.layout.time.seconds for each in best.too_large]
     assert shown == sorted(shown)
 
@@ -235,12 +252,20 @@ def test_a_batch_is_of_samples_or_of_tokens(text, expected):
     assert amount(text) == expected
 
 
-def test_a_thousand_gpus_take_seconds_and_no_torch():
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model llama3_70b --global-batch-size 512",
+        "--model llama31_8b --global-batch-size 4096 --seq-length 128K --lengths documents",
+    ],
+    ids=["equal lengths", "packs"],
+)
+def test_a_thousand_gpus_take_seconds_and_no_torch(words):
     code = (
         "import sys, time\n"
         "from megatron_cp.cli.plan import main\n"
         "begin = time.process_time()\n"
-        "main('--model llama3_70b --gpus 1024 --gpu h100 --global-batch-size 512 --json'.split())\n"
+        f"main('{words} --gpus 1024 --gpu h100 --json'.split())\n"
         "assert time.process_time() - begin < 10, time.process_time() - begin\n"
         "assert not {'torch', 'megatron.core'} & sys.modules.keys()\n"
     )

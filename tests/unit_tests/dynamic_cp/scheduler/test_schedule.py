@@ -179,6 +179,13 @@ def test_real_batches_are_balanced(mode, distribution):
         assert simulate(found, lengths, COST, **options).over_bare_work < limit
 
 
+@pytest.mark.parametrize(("ranks", "count"), [(512, 4000), (1024, 8192)])
+def test_large_batches_are_balanced_where_one_try_fails(ranks, count):
+    """There the first limit on a microbatch leaves a quarter of the time idle."""
+    lengths = sample_lengths("documents", count, 131072, 0)
+    assert simulate(schedule(lengths, ranks, 16384, cost=COST), lengths, COST).over_bare_work < 1.1
+
+
 @pytest.mark.parametrize("cost", ["h100_8b", "h100_moe3b", "a100_mha_slownet"])
 @pytest.mark.parametrize("mode", MODES)
 def test_dynamic_beats_fixed_cp(cost, mode):
