@@ -12,6 +12,7 @@ from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
+SMALLEST = NAME.model.min_dynamic_context_parallel_size  # hardly changes the time
 
 
 class Estimator:
@@ -23,7 +24,8 @@ class Estimator:
 
     def __init__(self, space: Space, models: Models) -> None:
         self._space, self._models, self.count = space, models, 0
-        self._of_schedules: dict[str, TimeEstimate] = {}  # by settings
+        self._bounds: dict[str, float] = {}  # by settings, as the others
+        self._of_schedules: dict[str, TimeEstimate] = {}
 
     @property
     def schedules(self) -> int:
@@ -68,10 +70,16 @@ class Estimator:
         Assumes a free transport that does not divide attention over the sequence.
         """
         whole = settings | (_WHOLE if settings[NAME.model.context_parallel_size] > 1 else {})
+        key = str({name: value for name, value in whole.items() if name != SMALLEST})
+        if key not in self._bounds:
+            self._bounds[key] = self._bound(whole)
+        return self._bounds[key]
+
+    def _bound(self, settings: Settings) -> float:
         if self._space.lengths is not None:
             self.count += 1
-            return least_seconds(self.case(whole), self._space.lengths, self._models.time)
-        time = self.time(whole)
+            return least_seconds(self.case(settings), self._space.lengths, self._models.time)
+        time = self.time(settings)
         return time.seconds - time.kinds.get("exposed cp", 0.0)
 
     def seconds_of_equal_packs(self, settings: Settings) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
-from megatron_cp.planner.estimator import Estimator
+from megatron_cp.planner.estimator import SMALLEST, Estimator
 from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
@@ -59,8 +59,8 @@ class Search:
         self._estimates = Estimator(space, models)
         self.refused: Violation | None = None  # the latest error of a rejected layout
         self._usable: dict[tuple[Any, ...], bool] = {}
-        self._bounds: dict[tuple[_Base, int], float] = {}
-        self._refinements: dict[_Base, float] = {}
+        self._refinements: dict[str, float] = {}  # by settings
+        self._orders: dict[tuple[Any, ...], list[int]] = {}  # transports, fastest first
         self._count = itertools.count()
 
     def run(self, count: int) -> Found:
@@ -142,17 +142,16 @@ class Search:
 
         Assumes enough memory and a free transport.
         """
-        if (base, step) not in self._bounds:
-            self._bounds[base, step] = self._estimates.least_seconds(base.at(step))
-        return self._bounds[base, step]
+        return self._estimates.least_seconds(base.at(step))
 
     def _refined(self, base: _Base) -> float:
         """Return the step's seconds without memory savings, of packs a better estimate."""
         if self._space.lengths is None:
             return self._least_seconds(base, 0)
-        if base not in self._refinements:
-            self._refinements[base] = self._estimates.expected_seconds(base.at(0, self._fastest(base, 0)[0]))
-        return self._refinements[base]
+        key = str({name: value for name, value in base.settings.items() if name != SMALLEST})
+        if key not in self._refinements:
+            self._refinements[key] = self._estimates.expected_seconds(base.at(0, self._fastest(base, 0)[0]))
+        return self._refinements[key]
 
     def _steps_that_fit(self, base: _Base) -> list[int]:
         """Return the numbers of the memory savings that fit, fastest first.
@@ -179,9 +178,16 @@ class Search:
         yield from itertools.islice(accepted, 1)
 
     def _fastest(self, base: _Base, step: int) -> list[int]:
-        """Return the numbers of the transports, fastest for equal packs first."""
-        packs = self._estimates.seconds_of_equal_packs
-        return sorted(range(len(base.transports)), key=lambda number: packs(base.at(step, number)))
+        """Return the numbers of the transports, fastest for equal packs first.
+
+        Virtual stages and splits of layers hardly change their order.
+        """
+        key = (*(base.settings[name] for name in _GROUPS), len(base.transports), str(base.steps[step]))
+        if key not in self._orders:
+            packs = self._estimates.seconds_of_equal_packs
+            numbers = range(len(base.transports))
+            self._orders[key] = sorted(numbers, key=lambda number: packs(base.at(step, number)))
+        return self._orders[key]
 
     def _can_use(self, grid: Settings, transport: Settings) -> bool:
         """Return whether a CP group can use a transport.
@@ -282,6 +288,14 @@ def _changes(settings: Settings) -> Callable[[Settings], int]:
     return lambda other: len(changes(settings, other))
 
 
+_GROUPS = (
+    NAME.model.tensor_model_parallel_size,
+    NAME.model.sequence_parallel,
+    NAME.model.pipeline_model_parallel_size,
+    NAME.model.context_parallel_size,
+    NAME.model.expert_model_parallel_size,
+    NAME.model.expert_tensor_parallel_size,
+)
 DIVISION = (
     NAME.model.tensor_model_parallel_size,
     NAME.model.pipeline_model_parallel_size,
