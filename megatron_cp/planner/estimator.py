@@ -12,7 +12,7 @@ from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
 _WHOLE = {NAME.model.cp_comm_type: ALL_TO_ALL.name, NAME.model.hierarchical_context_parallel_sizes: None}
-SMALLEST = NAME.model.min_dynamic_context_parallel_size  # hardly changes the time
+SMALLEST_GROUP = NAME.model.min_dynamic_context_parallel_size  # hardly changes the time
 
 
 class Estimator:
@@ -35,7 +35,7 @@ class Estimator:
     def case(self, settings: Settings) -> Case:
         return with_settings(self._space.case, settings)
 
-    def both(self, settings: Settings) -> Estimated:
+    def estimated(self, settings: Settings) -> Estimated:
         """Estimate the memory and time of a layout."""
         return Estimated(settings, self.memory(settings), self.time(settings))
 
@@ -67,10 +67,11 @@ class Estimator:
     def least_seconds(self, settings: Settings) -> float:
         """Return a lower bound of the step time, in seconds.
 
-        Assumes a free transport that does not divide attention over the sequence.
+        Of packs an estimate that is nearly always lower. Assumes a free transport that does not divide attention over
+        the sequence.
         """
         whole = settings | (_WHOLE if settings[NAME.model.context_parallel_size] > 1 else {})
-        key = str({name: value for name, value in whole.items() if name != SMALLEST})
+        key = str({name: value for name, value in whole.items() if name != SMALLEST_GROUP})
         if key not in self._bounds:
             self._bounds[key] = self._bound(whole)
         return self._bounds[key]

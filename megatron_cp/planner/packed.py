@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_cp.dynamic_cp.analysis.simulate import simulate
+from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.time import on_shared_cores
 from megatron_cp.planner.found import Models
@@ -51,7 +52,7 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
-    cost = models.prices(job, max(model.max_seqlen_per_dp_cp_rank or 1, *lengths))
+    cost = _cost(job, lengths, models)
     found, lockstep = make_schedule(model, layout, lengths, cost), lockstep_sizes(model, layout)
     sync, stages = lockstep["sync_ranks"], lockstep["pipeline_size"]
     step = simulate(found, lengths, cost, sync_ranks=sync, pipeline_size=stages)
@@ -74,20 +75,19 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
 def quick_seconds(case: Case, lengths: Sequence[int], models: Models) -> float:
     """Estimate the seconds of :func:`packed_time` without a schedule.
 
-    Takes about a tenth of the time. Dynamic context parallelism is estimated by its scheduler, groups of a fixed size
-    with equal packs.
+    Takes about a tenth of the time. Dynamic context parallelism is estimated by its scheduler. Groups of a fixed size
+    are estimated with equal packs, which may be far too low where messages are exposed.
     """
     model, job = case.config.model, packed_job(case, lengths)
     even = models.time(job)
     if not model.dynamic_context_parallel:
         return even.seconds
-    cost = models.prices(job, max(model.max_seqlen_per_dp_cp_rank or 1, *lengths))
     once = sum(seconds for kind, seconds in even.kinds.items() if kind in _ONCE and kind != "bubble")
-    return estimated_step(model, job.layout, lengths, cost) + once
+    return estimated_step(model, job.layout, lengths, _cost(job, lengths, models)) + once
 
 
 def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:
-    """Return a lower bound of the step time, in seconds.
+    """Return an estimate of the step time, in seconds, that is nearly always too low.
 
     Assumes equal packs, each as full as the ranks allow, perfect balance, no context parallel messages, and for groups
     of a fixed size at least the longest sample.
@@ -99,6 +99,10 @@ def least_seconds(case: Case, lengths: Sequence[int], time: Time) -> float:
         longest = _split_work(job, (max(lengths),), time)[1]
         seconds = max(seconds, sum(longest.values()))
     return seconds + sum(once.values())
+
+
+def _cost(job: Job, lengths: Sequence[int], models: Models) -> CostModel:
+    return models.prices(job, max(job.model.max_seqlen_per_dp_cp_rank or 1, *lengths))
 
 
 def _split_work(job: Job, lengths: Sequence[int], time: Time) -> tuple[dict[str, float], dict[str, float], float]:

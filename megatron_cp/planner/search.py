@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cp.common.errors import Violation
 from megatron_cp.config.names import NAME
-from megatron_cp.planner.estimator import SMALLEST, Estimator
+from megatron_cp.planner.estimator import SMALLEST_GROUP, Estimator
 from megatron_cp.planner.found import Estimated, Found, Models, TooLarge, changes
 from megatron_cp.planner.space import Settings, Space, with_settings
 from megatron_cp.rules import refusal
@@ -67,7 +67,8 @@ class Search:
         """Find the ``count`` fastest layouts, the frontier, and layouts that do not fit.
 
         A priority queue orders layouts by a lower bound of their step time. The first bound assumes no memory savings
-        and a free transport. Removal from the queue replaces it by one with savings, and then by an estimate.
+        and a free transport. Removal from the queue replaces it by one with savings, and then by an estimate. Of packs
+        these are estimates, a tenth too high at most in what was tried, and a schedule comes last.
         """
         queue: list[tuple[float, int, _Base, int, int]] = []
 
@@ -107,7 +108,7 @@ class Search:
                 if self._estimates.schedules < _MOST_SIMULATED:
                     push(self._estimates.time(settings).seconds, base, step, transport)
                 continue
-            found = self._estimates.both(settings)
+            found = self._estimates.estimated(settings)
             if found.memory.total > self._capacity:  # the transport's buffers do not fit
                 steps = self._steps_that_fit(base)
                 for slower in steps[steps.index(step) + 1 :][:1]:
@@ -128,7 +129,7 @@ class Search:
         """Return the layout with the least memory that passes the rules."""
         needs = [(self._estimates.memory(base.at(-1)).total, next(self._count), base) for base in self._bases()]
         ordered = [base.at(-1) for _, _, base in sorted(needs, key=lambda each: each[:2])][:_MOST_REFUSED]
-        return next((self._estimates.both(found) for found in ordered if self._accepted(found)), None)
+        return next((self._estimates.estimated(found) for found in ordered if self._accepted(found)), None)
 
     def _bases(self) -> Iterator[_Base]:
         for grid in self._space.grids():
@@ -148,7 +149,7 @@ class Search:
         """Return the step's seconds without memory savings, of packs a better estimate."""
         if self._space.lengths is None:
             return self._least_seconds(base, 0)
-        key = str({name: value for name, value in base.settings.items() if name != SMALLEST})
+        key = str({name: value for name, value in base.settings.items() if name != SMALLEST_GROUP})
         if key not in self._refinements:
             self._refinements[key] = self._estimates.expected_seconds(base.at(0, self._fastest(base, 0)[0]))
         return self._refinements[key]
@@ -182,7 +183,7 @@ class Search:
 
         Virtual stages and splits of layers hardly change their order.
         """
-        key = (*(base.settings[name] for name in _GROUPS), len(base.transports), str(base.steps[step]))
+        key = (*(base.settings[name] for name in _GROUPS), str(base.steps[step]))
         if key not in self._orders:
             packs = self._estimates.seconds_of_equal_packs
             numbers = range(len(base.transports))
@@ -248,17 +249,17 @@ class Search:
             _, _, memory, found = heapq.heappop(queue)
             if memory >= 0.98 * least:
                 continue
-            full = self._estimates.schedules >= _MOST_SIMULATED + _MOST_FOR_FRONTIER
+            exhausted = self._estimates.schedules >= _MOST_SIMULATED + _MOST_FOR_FRONTIER
             if isinstance(found, tuple):
-                for number in () if full else self._transports_to_estimate(*found):
+                for number in () if exhausted else self._transports_to_estimate(*found):
                     settings = found[0].at(found[1], number)
                     push(
                         (self._estimates.expected_seconds(settings),), self._estimates.memory(settings).total, settings
                     )
                 continue
             if not isinstance(found, Estimated):
-                if self._estimates.is_quick(found) or not full:
-                    each = self._estimates.both(found)
+                if self._estimates.is_quick(found) or not exhausted:
+                    each = self._estimates.estimated(found)
                     push(each.order, memory, each)
                 continue
             if str(found.settings) not in accepted:
@@ -280,7 +281,7 @@ class Search:
             division = tuple(settings[name] for name in DIVISION)
             if division not in shown and len(shown) < _MOST_SHOWN and self._accepted(settings):
                 near = sorted((other.settings for other in fitting), key=_changes(settings))
-                shown[division] = TooLarge(self._estimates.both(settings), remedy or next(iter(near), None))
+                shown[division] = TooLarge(self._estimates.estimated(settings), remedy or next(iter(near), None))
         return sorted(shown.values(), key=lambda each: each.layout.order)
 
 

@@ -118,11 +118,12 @@ def estimated_seconds(
 ) -> float:
     """Estimate the seconds of a step without a schedule.
 
-    Arguments and errors are those of :func:`schedule`. ``pipeline_size`` may be a fraction: virtual stages divide the
-    time in which a pipeline fills and drains. Packs of high fixed costs, or that fill up badly, take longer.
+    Arguments are those of :func:`schedule`, and so is the error for a sample that does not fit. ``pipeline_size`` may
+    be a fraction: virtual stages divide the time in which a pipeline fills and drains. Schedules without a pipeline
+    take longer: microbatches have fixed costs, and do not fill up exactly.
     """
     problem = make_problem(lengths, num_ranks, max_seqlen_per_rank, min_cp_size, cost, sequence_parallel_size)
-    return _promising_limits(problem, pipeline_size, 0.0 if sync_ranks == 1 and pipeline_size == 1 else 0.1)[1]
+    return _promising_limits(problem, pipeline_size, _block_level(problem.tree, sync_ranks, pipeline_size) > 0)[1]
 
 
 def _of_one_size(
@@ -161,7 +162,7 @@ def _of_one_size(
     return found
 
 
-def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: int) -> int:
+def _block_level(tree: BuddyTree, sync_ranks: int, pipeline_size: float) -> int:
     """Return the lowest level whose blocks consist of whole lockstep domains."""
     top = len(tree.levels) - 1
     if pipeline_size > 1:
@@ -177,7 +178,7 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> list[Grou
     """
     budget = max(2, min(_MOST_PLANS, _EFFORT // (len(problem.lengths) + problem.tree.num_ranks)))
     keeps_step = block_level > 0
-    limits, least = _promising_limits(problem, pipeline_size, 0.1 if keeps_step else 0.0)
+    limits, least = _promising_limits(problem, pipeline_size, keeps_step)
 
     def best_of(some: list[float], fill: bool = False) -> GroupPlan:
         found = [build(problem, problem.levels_under(x), block_level, x, pipeline_size, fill) for x in some]
@@ -194,7 +195,7 @@ def _search(problem: Problem, block_level: int, pipeline_size: int) -> list[Grou
     return best if pipeline_size > 1 else best[:1]
 
 
-def _promising_limits(problem: Problem, pipeline_size: float, weight_of_longest: float) -> tuple[list[float], float]:
+def _promising_limits(problem: Problem, pipeline_size: float, keeps_step: bool) -> tuple[list[float], float]:
     """Return limits on a microbatch's seconds, most promising first.
 
     Also returns the estimated seconds of a step with the first. The estimate is the area (seconds times ranks of every
@@ -225,7 +226,7 @@ def _promising_limits(problem: Problem, pipeline_size: float, weight_of_longest:
     spread += np.concatenate([[0.0], np.cumsum(area[fastest, np.arange(most)])])[left]
     np.maximum(longest, problem.seconds[:, 0].min(), out=longest, where=left > 0)
     spread /= problem.tree.num_ranks
-    ahead = np.maximum(spread, longest) + (pipeline_size - 1 + weight_of_longest) * longest
+    ahead = np.maximum(spread, longest) + (pipeline_size - 1 + 0.1 * keeps_step) * longest
     ordered = sorted(zip(ahead.tolist(), limits, strict=True), key=lambda pair: (pair[0], -pair[1]))
     return [limit for _, limit in ordered], ordered[0][0]
 

@@ -15,12 +15,13 @@ import pytest
 
 from megatron_cp import cli
 from megatron_cp.config.recipes import load_recipe
+from megatron_cp.dynamic_cp.distributions import sample_lengths
 from megatron_cp.estimate.device import load_device
 from megatron_cp.estimate.memory import memory_estimate
 from megatron_cp.planner import estimator, search
 from megatron_cp.planner.estimator import Estimator
 from megatron_cp.planner.found import Models
-from megatron_cp.planner.packed import packed_time
+from megatron_cp.planner.packed import packed_time, quick_seconds
 from megatron_cp.planner.request import Amount, amount, model_recipe
 from megatron_cp.planner.search import Search
 from megatron_cp.planner.space import Space, with_settings
@@ -177,6 +178,25 @@ def test_virtual_stages_shorten_the_bubble_of_packs():
     assert waits[0] / waits[1] == pytest.approx(4, rel=0.02)
 
 
+@pytest.mark.parametrize(("stages", "virtual"), [(1, "null"), (2, "null"), (2, "4")])
+def test_the_quick_estimate_of_packs_is_near_their_time(stages, virtual):
+    words = [f"model.pipeline_model_parallel_size={stages}", "model.sequence_packing_scheduler=default_dynamic_cp"]
+    words += [f"model.virtual_pipeline_model_parallel_size={virtual}", "model.dynamic_context_parallel=true"]
+    words += ["model.max_seqlen_per_dp_cp_rank=8192", "model.context_parallel_size=8", "train.micro_batch_size=1"]
+    case = Case(load_recipe("llama31_8b_pretrain_config", words), 64, 8, Environment.of("gpu"))
+    lengths, models = tuple(sample_lengths("documents", 512, 65536).tolist()), Models.on(load_device("h100"), 8)
+    assert quick_seconds(case, lengths, models) == pytest.approx(packed_time(case, lengths, models).seconds, rel=0.12)
+
+
+def test_refused_packs_do_not_hide_accepted_ones(monkeypatch):
+    """Most dynamic groups are too large for this hybrid's Mamba heads."""
+    monkeypatch.setattr(search, "_MOST_REFUSED", 20)
+    config = load_recipe("nemotron_3_nano_128k_dynamic_cp_pretrain_config", ["dataset.seq_length=65536"])
+    device = load_device("h100")
+    space = Space(Case(config, 256, 8, Environment.of("gpu")), (), 8, tuple(sample_lengths("documents", 256, 65536)))
+    assert Search(space, 0.9 * device.memory, Models.on(device, 8)).run(1).fitting
+
+
 @pytest.fixture
 def few_schedules(monkeypatch):
     """Return a search that schedules nine layouts, four for the frontier; and those."""
@@ -192,7 +212,7 @@ def few_schedules(monkeypatch):
 def test_a_search_of_packs_schedules_few_layouts(few_schedules):
     """Layouts that do not fit take one each."""
     packs, scheduled = few_schedules
-    best = packs.run(3)
+    best = packs.run(20)
     assert len(scheduled) <= 5 + 4 + len(best.too_large) and best.fitting and best.frontier
     shown = [each.layout.time.seconds for each in best.too_large]
     assert shown == sorted(shown)
