@@ -156,11 +156,14 @@ def _between_stages(model: ModelConfig, stage: int, microbatches: int) -> tuple[
         return 0, 0
     if (model.virtual_pipeline_model_parallel_size or 1) == 1:
         return (0, 1) if stage else (0, 0)
-    if microbatches <= pp:  # all forward passes are over
-        return (1, 1) if stage else (0, 0)
-    group = model.microbatch_group_size_per_vp_stage or pp
-    first_group = group * (model.virtual_pipeline_model_parallel_size or 1)
-    return (2, 3) if forward_passes_before(model, stage) < first_group else (1, 2)
+    virtual = model.virtual_pipeline_model_parallel_size or 1
+    group, before = model.microbatch_group_size_per_vp_stage or pp, forward_passes_before(model, stage)
+    if microbatches <= group:  # every backward pass that has a forward pass beside it sends a gradient
+        together = max(0, microbatches * virtual - before)
+        return min(1, together), max(0, together - 1)
+    # Of a group larger than the pipeline, the first and the last stage get what they use only group - pp passes later.
+    early = group - pp if stage in (0, pp - 1) else 0
+    return (2, 3 + early) if before < group * virtual else (1, 2 + early)
 
 
 def _interleaves(model: ModelConfig, stage: int, microbatches: int) -> bool:

@@ -85,6 +85,16 @@ LAYOUTS = {
         | _RECOMPUTED
         | dict(model__pipeline_model_parallel_size=4, model__num_layers=8, train__global_batch_size=8),
     ),
+    "interleaved stages of four, one group": (
+        4,
+        _STAGES
+        | _RECOMPUTED
+        | dict(model__pipeline_model_parallel_size=4, model__num_layers=8, train__global_batch_size=4),
+    ),
+    "interleaved groups larger than the pipeline": (
+        2,
+        _STAGES | _RECOMPUTED | dict(model__microbatch_group_size_per_vp_stage=6, train__global_batch_size=12),
+    ),
     "all tokens on one of two ranks' experts": (2, _EXPERTS | dict(model__expert_model_parallel_size=2)),
     "groups of heads": (2, _GROUPS | dict(model__context_parallel_size=2, model__cp_comm_type="a2a")),
     "groups of heads, tensor parallel": (2, _GROUPS | dict(model__tensor_model_parallel_size=2)),
