@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import mul
 
 from megatron_cp.common.host_buffers import buffer_bytes
 from megatron_cp.config.model_config import ModelConfig
@@ -94,7 +95,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
     state = max(states, key=lambda each: peaks[of_state[each]].total + bytes_of_chunks(each, sizes, left))
     chunk, under_way, peak = state.chunk, state.under_way, peaks[of_state[state]]
     inputs = [sum(buffer_bytes(int(part.host * tokens)) for part in parts if part.host) for parts in costs]
-    host = max(sum(n * size for n, size in zip(each.under_way, inputs, strict=True)) for each in states)
+    host = max(sum(map(mul, each.under_way, inputs)) for each in states) if any(inputs) else 0
     kept: Kinds = defaultdict(float)
     for parts, microbatches in zip(costs, under_way, strict=True):
         for part in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from megatron_cp.estimate.memory.stages import State
@@ -82,5 +83,8 @@ def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tup
 
 def bytes_of_chunks(state: State, sizes: Sequence[float], left: Sequence[tuple[float, float]]) -> float:
     """Return the bytes of all microbatches under way, with other chunks' experts."""
-    held = sum(sum(each) for number, each in enumerate(left) if state.done[number] and number != state.chunk)
-    return held + sum(n * size for n, size in zip(state.under_way, sizes, strict=True))
+    held = 0.0
+    for number, each in enumerate(left):
+        if state.done[number] and number != state.chunk:
+            held += sum(each)
+    return held + sum(map(mul, state.under_way, sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from megatron_cp.config.model_config import ModelConfig
@@ -68,7 +69,7 @@ def _layers_of_stage(model: ModelConfig, stage: int) -> int:
 def backward_states(model: ModelConfig, stage: int, microbatches: int) -> States:
     """Return the moments of a stage's backward passes.
 
-    Schedules are those of megatron-core 0.19.2
+    A moment that holds no more than another of the same chunk is left out. Schedules are those of megatron-core 0.19.2
     (``pipeline_parallel/schedules.py``): 1F1B, and interleaved 1F1B with virtual stages. The interleaved schedule runs
     groups of ``microbatch_group_size_per_vp_stage`` microbatches.
     """
@@ -111,4 +112,9 @@ def _interleaved(pp: int, virtual: int, group: int, stage: int, microbatches: in
         states[State(chunk, tuple(counts[each] for each in range(virtual)), tuple(done))] = None
         counts[chunk] -= 1
         done[chunk] = True
-    return tuple(states)
+    return tuple(each for each in states if not any(_holds_more(other, each) for other in states))
+
+
+def _holds_more(other: State, state: State) -> bool:
+    same = other.chunk == state.chunk and other.done == state.done and other != state
+    return same and all(map(ge, other.under_way, state.under_way))
