@@ -21,7 +21,7 @@ from megatron_cp.models.layers.mamba import exchange
 from tests.unit_tests.models.hybrids import HYBRID
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, TP2, over
 from tests.unit_tests.verify.faults.registry import BACKWARD, FORWARD, PROBE, changed, fault
-from tests.unit_tests.verify.test_layouts import DYNAMIC, PACKED
+from tests.unit_tests.verify.test_layouts import DYNAMIC, PACKED, PLACED
 
 SINKS = {"model__softmax_type": "learnable"}
 WINDOW = {"model__window_size": [512, 0]}
@@ -214,6 +214,11 @@ def swapped_chunks_in_packs() -> Patch:
         return lambda starts, rank, size: indices(starts, size - 1 - rank, size)
 
     return changed(packing, "partition_indices", change)
+
+
+@fault("packs in pieces: RoPE takes the positions of the rows before", PACKED | CP2 | PLACED, FORWARD)
+def positions_of_the_rows_before() -> Patch:
+    return changed(rotary, "_rows_of_pack", lambda rows: lambda *given: rows(*given).roll(1))
 
 
 @fault("packs: the first two documents are one to attention", PACKED | CP2, FORWARD)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from megatron_cp.attention.placement.layout import PlacedLayout
 from megatron_cp.attention.sharding import shard_sequence
 from megatron_cp.dynamic_cp.runtime import iterator
 from megatron_cp.models import language_model
@@ -25,7 +26,7 @@ from tests.unit_tests.verify.faults.registry import (
     changed,
     fault,
 )
-from tests.unit_tests.verify.test_layouts import DYNAMIC, MTP, PACKED
+from tests.unit_tests.verify.test_layouts import DYNAMIC, MTP, PACKED, PLACED
 
 # As a long run has it: verify makes several pieces of the few tokens that are left.
 PIECES = {"model__cross_entropy_chunk_size": 4096}
@@ -202,6 +203,21 @@ def shifted_over_documents() -> Patch:
         return shift(values, group, replace(packed, cu_seqlens_q_padded=padded[[0, -1]]))
 
     return _shift_by(joined)
+
+
+@fault(
+    "multi-token prediction in packs in pieces: a piece ends like its document", PACKED | CP2 | PLACED | MTP, FURTHER
+)
+def pieces_end_like_documents() -> Patch:
+    def change(following: Callable) -> Callable:
+        def ended(self: PlacedLayout, rank: int) -> Any:
+            places = following(self, rank)
+            places[places >= self.rows] = self.rows + self.size * self.most_spans
+            return places
+
+        return ended
+
+    return changed(PlacedLayout, "following", change)
 
 
 @contextmanager
