@@ -255,17 +255,13 @@ def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     return [*steps, row_step(model, b, (MAMBA, "normalized"), shape.inner), *after_steps(model, b, MAMBA, "mamba")]
 
 
-def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None, two: bool) -> list[Step]:
-    """Return the steps of output layer and loss, in place, in float32.
-
-    two: there are no more than two pieces. The sum of their weight's gradients is then the first one, in float32.
-    """
+def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
+    """Return the steps of output layer and loss, in place, in float32."""
     output = column_step(model, b, "ending", rows)
     whole = model.hidden_size * b
     if tokens_at_once is not None:  # logits, their gradients and the weight's, of a piece; and the weight's sum
         piece = tokens_at_once * (rows * 4 + (rows * b if b < 4 else 0) + whole)
-        weights = 2 + 4 / b - (two and b == 4)
-        return [Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * weights)]
+        return [Step(output.keeps, residual(model, b) + 8.0, piece + whole * rows * (1 + 4 / b))]
     logits = {(LOGITS, "softmax"): rows * 4.0}
     small = {(LOGITS, "targets"): 17.0}
     rounded = rows * b if b < 4 else 0

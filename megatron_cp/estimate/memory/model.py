@@ -68,7 +68,7 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         rows = padded_vocab_size(model, job.vocab_size) // model.tensor_model_parallel_size
         piece = model.cross_entropy_chunk_size
         at_once = piece if piece and piece < tokens else None
-        ending = ending_costs(settings, rows, at_once, two=tokens <= 2 * (piece or 0))
+        ending = ending_costs(settings, rows, at_once)
         costs[-1] = [*costs[-1], *ending]
     stream = tokens * residual(model, settings.item)
     exchanged = dict.fromkeys((RESIDUAL, "buffers"), stream * _interleaves(model, stage, job.microbatches))

@@ -190,15 +190,14 @@ def embedding_cost(settings: LayerSettings) -> PartCost:
 
 
 @lru_cache(maxsize=4096)
-def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None, two: bool) -> list[PartCost]:
+def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None) -> list[PartCost]:
     """Return the last norm, layers of multi-token prediction, output layer and loss.
 
     rows: vocabulary on this rank. tokens_at_once: of ``cross_entropy_chunk_size``, where it is less than there are.
-    two: it makes no more than two pieces.
     """
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
-    norm, loss = layers.last_norm_steps(model, b), layers.loss_steps(model, b, rows, tokens_at_once, two)
+    norm, loss = layers.last_norm_steps(model, b), layers.loss_steps(model, b, rows, tokens_at_once)
     if not (depths := model.mtp_num_layers or 0):
         return [cost_of([*norm, *loss], 0.0)]
     stream, weight = residual(model, b), float(rows * model.hidden_size * b)

@@ -169,18 +169,18 @@ def mamba_steps(model: ModelConfig, b: int, fused_norm: bool) -> list[Step]:
     ]
 
 
-def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None, two: bool) -> list[Step]:
+def loss_steps(model: ModelConfig, b: int, rows: int, tokens_at_once: int | None) -> list[Step]:
     """Return the steps of output layer and loss.
 
     TE's loss writes gradients over the logits. Other losses use float32, as on a CPU.
     """
     if fused_loss(model, te_layers=True) != "te":
-        return local_layers.loss_steps(model, b, rows, tokens_at_once, two)
+        return local_layers.loss_steps(model, b, rows, tokens_at_once)
     stream, whole = residual(model, b), model.hidden_size * b
     keeps = {(RESIDUAL, "ending output"): stream}
     gathered = 2 * whole if model.sequence_parallel else whole
     if tokens_at_once is not None:
         piece = tokens_at_once * (rows * b + whole)
-        return [Step(keeps, stream + 8.0, piece + whole * rows * (2 + 4 / b))]
+        return [Step(keeps, stream + 8.0, piece + whole * rows * (1 + 4 / b))]
     logits = {(LOGITS, "logits"): float(rows * b)}
     return [Step({**keeps, **logits}, stream + gathered, whole * rows), Step(logits, rows * b / 8)]

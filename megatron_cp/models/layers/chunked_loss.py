@@ -75,6 +75,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 weight_gradient = chunk_gradient if chunk_gradient.dtype.itemsize >= 4 else chunk_gradient.float()
             else:
                 weight_gradient += chunk_gradient
+            del chunk_gradient  # as large as the weight, where the next chunk makes its own
         assert weight_gradient is not None
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,6 +64,32 @@ def test_a_second_derivative_raises() -> None:
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not supported"):
         torch.autograd.grad(loss + gradient.square().sum(), hidden)
+
+
+def test_a_pieces_gradient_of_the_weight_is_free_before_the_next() -> None:
+    """It is as large as the output layer; the first one is the sum."""
+    found: list[StorageWeakRef] = []
+    held: list[int] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(hidden, weight)
+            return (hidden @ weight.t()).sum(-1).t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            hidden, weight = ctx.saved_tensors
+            held.append(sum(not each.expired() for each in found))
+            of_weight = torch.ones_like(weight)
+            found.append(StorageWeakRef(of_weight.untyped_storage()))
+            return torch.ones_like(hidden), of_weight
+
+    hidden, weight = torch.ones(8, 1, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+    losses = chunked_losses(lambda *given: Product.apply(*given[:2]), hidden, weight, torch.zeros(1, 8), 2)
+    losses.sum().backward()
+    assert held == [0, 1, 1, 1]
+    assert torch.equal(weight.grad, torch.full_like(weight, 4.0))
 
 
 def test_the_weights_gradient_is_summed_in_float32() -> None:
