@@ -88,8 +88,7 @@ def build_single_rank_groups(timeout_minutes: float) -> ProcessGroupCollection:
 
     They are separate from the MPU's global state, which must not be in use meanwhile.
     """
-    timeout = timedelta(minutes=timeout_minutes)
-    alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")
+    alone = new_group_alone(timedelta(minutes=timeout_minutes), "alone")
     fields = dict.fromkeys((*FAMILIES, *_ALIASES, "intra_dist_opt"), alone)
     set_without_groups(alone.size(), alone.rank())
     return ProcessGroupCollection(**fields, hcp=None, **dict.fromkeys(_ABSENT))
@@ -103,6 +102,15 @@ def new_groups(rank_lists: RankLists, timeout: timedelta, name: str) -> dist.Pro
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+def new_group_alone(timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """Create a group of the calling rank only. Not collective.
+
+    A group of several ranks needs all ranks of the world: torch.distributed names it by the number of groups so far,
+    which differs between ranks where some left groups out.
+    """
+    return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=name.upper())
 
 
 def destroy_process_groups(groups: ProcessGroupCollection | None = None) -> None:

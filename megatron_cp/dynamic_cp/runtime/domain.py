@@ -12,7 +12,7 @@ from megatron_cp.dynamic_cp.buddy_tree import Positions
 from megatron_cp.dynamic_cp.runtime.packing import BlockGroups
 from megatron_cp.parallel.collectives import sum_over_ranks
 from megatron_cp.parallel.layout import RankLayout
-from megatron_cp.parallel.process_groups import new_groups
+from megatron_cp.parallel.process_groups import new_group_alone, new_groups
 
 
 class DynamicGroups:
@@ -112,9 +112,12 @@ class DynamicGroups:
 
         ``width``: neighbouring ranks a position.
         """
+        name = f"dynamic_cp_{len(positions)}"
+        if len(positions) * width == 1:  # most groups of a large run, and no other rank needs to know of them
+            return new_group_alone(self._timeout, name) if positions == (self.position,) else None
         places = [position * width + i for position in positions for i in range(width)]
         rank_lists = [[domain[place] for place in places] for domain in domains]
-        return new_groups(rank_lists, self._timeout, f"dynamic_cp_{len(positions)}")
+        return new_groups(rank_lists, self._timeout, name)
 
     def get(self, positions: Positions) -> dist.ProcessGroup:
         """Return the process group of these positions of the domain.

@@ -188,5 +188,5 @@ def mask_problems(loss_mask: torch.Tensor) -> list[str]:
 def checksum_of(batch: Mapping[str, torch.Tensor], start: int = 0) -> int:
     """Return a checksum of a host batch's tensors, continued from ``start``."""
     for key in sorted(batch):
-        start = zlib.crc32(batch[key].contiguous().numpy().tobytes(), start)
+        start = zlib.crc32(batch[key].contiguous().numpy(), start)  # reads the memory, without a copy
     return start

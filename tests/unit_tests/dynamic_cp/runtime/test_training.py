@@ -270,6 +270,19 @@ def test_groups_are_connected_before_the_step_that_uses_them_first(at_start: boo
     assert results[3] == [[], [], [[2, 3]], [[0, 1, 2, 3], [2, 3], [1, 3]], []]
 
 
+def created() -> list[list[int]]:
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        groups = DynamicGroups(RankLayout(4), blocks=legal_groups(4))
+        groups.prepare([(0,), (2, 3), (1,)])
+    groups.destroy()
+    return [call.args[0] for call in new_group.call_args_list]
+
+
+def test_a_rank_creates_no_group_of_another_rank_alone() -> None:
+    """Groups of several ranks are created by all."""
+    assert run_ranks(created, 4) == [[[rank], [2, 3]] for rank in range(4)]
+
+
 def packed_values() -> dict[str, list]:
     group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
