@@ -4,6 +4,7 @@ No GPU is needed.
 
     python benchmarks/host_time.py                    # the counts of all kinds of steps
     python benchmarks/host_time.py --rounds 20        # also processor time, on a machine without other work
+    python benchmarks/host_time.py --part first       # what dynamic CP adds to a first step on 1,024 ranks
 
 Both sides have Transformer Engine's layers and attention: its real Python part over stand-ins for its kernels
 (``tests/doubles/te_on_cpu``). Widths are tiny, because the host's work does not depend on them. Counts of kernels and
@@ -63,8 +64,14 @@ def measure(kind: str, lengths: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=0, help="pairs of timed steps; 0: counts only")
+    parser.add_argument("--part", choices=["steps", "first"], default="steps")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if arguments.part == "first":
+        from benchmarks.first_step import show
+
+        show()
+        return
     os.environ.setdefault(te_on_cpu.FOLDER, str(Path(sys.prefix) / "te"))
     te_on_cpu.load()
     from tests.doubles.te_on_cpu.bare_model import KINDS, write_lengths
