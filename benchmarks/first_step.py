@@ -1,4 +1,4 @@
-"""Count and time what dynamic CP adds to the start and the first step of a large run.
+"""Count and time what dynamic CP adds to a large run's first step.
 
 ``python benchmarks/host_time.py --part first``. One process is one rank of the world: torch's fake process group makes
 groups without other processes. It starts no communicator (NCCL's take seconds, on both sides), and its calls of
