@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,24 @@ from megatron_cp.training import loop
 from megatron_cp.training.monitor import sinks
 from megatron_cp.training.train import run
 from tests.training_runs import tiny_config
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the first test that needs a finished run puts it for others."""
+    return tmp_path_factory.mktemp("finished")
+
+
+@pytest.fixture
+def trained(cli: Any, finished_run: Path, tmp_path: Path) -> Path:
+    """Return a finished run that the test may change: trained once, then copied."""
+    folder = tmp_path / "run"
+    if not (finished_run / "run").exists():
+        assert cli()[0] == 0
+        shutil.copytree(folder, finished_run / "run")
+    else:
+        shutil.copytree(finished_run / "run", folder)
+    return folder
 
 
 def files(folder: Path) -> list[str]:
@@ -101,8 +120,8 @@ def test_a_run_that_python_starts_is_checked_before_it_has_groups(overrides: dic
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("trained")
 def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> None:
-    assert cli()[0] == 0
     before = files(tmp_path)
     code, text = cli("model.hidden_size=64", "train.train_iters=2")
     assert code == 2 and text.count("model.hidden_size is 64 here and 128 in the checkpoint") == 1, (code, text)
@@ -110,9 +129,9 @@ def test_another_models_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> N
     assert files(tmp_path) == before
 
 
+@pytest.mark.usefixtures("trained")
 def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
     """megatron-core loads the rows that both have: it takes them for padding."""
-    assert cli()[0] == 0
     for begun in ([], [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/next"]):
         code, text = cli("model.vocab_size=1000", "train.train_iters=2", *begun)
         assert code == 2 and text.count("model.vocab_size is 1000 here and 257 in the checkpoint") == 1, (code, text)
@@ -121,12 +140,12 @@ def test_another_vocabulary_is_another_model(cli: Any, tmp_path: Path) -> None:
         assert "Fix: model.make_vocab_size_divisible_by=384 (the checkpoint's values)" in text
 
 
+@pytest.mark.usefixtures("trained")
 def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_path: Path) -> None:
     """A larger rotary base may begin with saved weights, but never unnoticed.
 
     Longer sequences need one. Only the weights are loaded.
     """
-    assert cli()[0] == 0
     code, text = cli("model.rotary_base=500000")
     assert code == 2 and "model.rotary_base is 500000.0 here and 10000.0 in the checkpoint" in text, (code, text)
     begin = f"checkpoint.pretrained_checkpoint={tmp_path}/run"
@@ -134,10 +153,10 @@ def test_weights_may_begin_a_model_that_computes_something_else(cli: Any, tmp_pa
     assert cli("model.rotary_base=500000", begin, f"checkpoint.save={tmp_path}/longer")[0] == 0
 
 
+@pytest.mark.usefixtures("trained")
 def test_the_weights_of_rotary_positions_may_begin_a_model_with_yarn(cli: Any, tmp_path: Path) -> None:
     yarn = ["model.position_embedding_type=yarn", "model.yarn_original_max_position_embeddings=64"]
     yarn += ["model.yarn_rotary_scaling_factor=8.0"]
-    assert cli()[0] == 0
     code, text = cli(*yarn)
     assert code == 2 and "model.position_embedding_type is 'yarn' here and 'rope' in the checkpoint" in text, text
     begin = [f"checkpoint.pretrained_checkpoint={tmp_path}/run", f"checkpoint.save={tmp_path}/longer"]
@@ -147,15 +166,15 @@ def test_the_weights_of_rotary_positions_may_begin_a_model_with_yarn(cli: Any, t
     assert code == 2 and "model.yarn_beta_fast is 16.0 here and 32.0 in the checkpoint" in text, text
 
 
+@pytest.mark.usefixtures("trained")
 def test_a_missing_checkpoint_exits_with_two(cli: Any, tmp_path: Path) -> None:
-    assert cli()[0] == 0
     (tmp_path / "run" / "iter_0000001").rename(tmp_path / "run" / "elsewhere")
     code, text = cli()
     assert code == 2 and "there is no iter_0000001. Fix: checkpoint.load=null" in text, (code, text)
 
 
+@pytest.mark.usefixtures("trained")
 def test_another_schedule_exits_with_two_and_names_both_fixes(cli: Any) -> None:
-    assert cli()[0] == 0
     code, text = cli("train.train_iters=5")
     assert code == 2 and text.count("trained with a different learning-rate schedule") == 1, (code, text)
     assert "_PARALLEL_GROUP" not in text, "reported before any group is made"
