@@ -3,6 +3,7 @@
 This is tested under every layout.
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -124,20 +125,22 @@ DECENTRALIZED = [
 ]
 EXPERTS = ["model.expert_model_parallel_size=2", "model.context_parallel_size=2", "model.tensor_model_parallel_size=2"]
 EXPERTS += ["model.sequence_parallel=true", "model.expert_tensor_parallel_size=1"]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+# Each family has a fast layout, and each layout fast families.
 LAYOUTS = [
     ("llama tied, scaled rope", HIERARCHICAL),
-    ("llama tied, scaled rope", TENSOR_PIPELINE),
+    slow("llama tied, scaled rope", TENSOR_PIPELINE),
     ("mistral window", DECENTRALIZED),
     ("qwen3 yarn", HIERARCHICAL),
     ("qwen2", TENSOR_PIPELINE),
     ("mixtral", EXPERTS),
     ("deepseek 3", HIERARCHICAL),
-    ("gpt oss", HIERARCHICAL),
+    slow("gpt oss", HIERARCHICAL),
     ("gpt oss", EXPERTS),
-    ("gemma 3", HIERARCHICAL),
+    slow("gemma 3", HIERARCHICAL),
     ("gemma 3", TENSOR_PIPELINE),
     ("nemotron h", TENSOR_PIPELINE),
-    ("nemotron 3", HIERARCHICAL),
+    slow("nemotron 3", HIERARCHICAL),
     ("nemotron 3, experts in fewer dimensions", EXPERTS),
 ]
 
