@@ -95,7 +95,7 @@ def test_invalid_runs_exit_with_two(arguments: list[str], message: str) -> None:
 
 def test_experts_in_packs_are_compared_with_the_routers_loss() -> None:
     experts = ["model.num_moe_experts=4", "model.moe_ffn_hidden_size=32", "model.moe_aux_loss_coeff=0.01"]
-    packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=64", "dataset.seq_length=256"]
+    packs = ["model.dynamic_context_parallel=true", "model.max_seqlen_per_dp_cp_rank=32", "dataset.seq_length=128"]
     layout = [*experts, *packs, "model.expert_model_parallel_size=2"]
     code, out, err = of_all_ranks(*layout, "--steps", "1")
     assert code == 0 and "EQUAL" in out and "load_balancing_loss, step 1" in out, (out, err)
