@@ -80,6 +80,7 @@ LIKE_OTHERS |= {
     "dynamic, multi-token prediction, all-to-all",
     "dynamic, gathered",
     "static, all-to-all",
+    "dynamic",
     "pp2",
     "experts",
 }
