@@ -1,5 +1,6 @@
 """The recipes against published numbers of models and training recipes."""
 
+import functools
 import math
 from dataclasses import asdict, replace
 
@@ -17,6 +18,8 @@ from transformers import (
 from megatron_cp.config.recipes import list_recipes, load_recipe
 from megatron_cp.models.families import model_from_hf
 from megatron_cp.rules import Environment, check
+
+recipe_named = functools.cache(load_recipe)  # no test changes one
 
 # Meta's own model list (llama-models, models/sku_list.py): the arguments of the reference implementation.
 ARCHITECTURES = {
@@ -94,7 +97,7 @@ def published_ffn(dim: int, ffn_dim_multiplier: float, multiple_of: int, **_) ->
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_is_the_published_one(name):
-    model = load_recipe(f"{name}_pretrain_config").model
+    model = recipe_named(f"{name}_pretrain_config").model
     published, config_json = ARCHITECTURES[name], CONFIG_JSON[name]
     assert model.hidden_size == published["dim"]
     assert model.num_layers == published["n_layers"]
@@ -115,7 +118,7 @@ def test_architecture_is_the_published_one(name):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_number_of_parameters_is_the_published_one(name):
-    m = load_recipe(f"{name}_pretrain_config").model
+    m = recipe_named(f"{name}_pretrain_config").model
     attention = m.hidden_size * m.kv_channels * 2 * (m.num_attention_heads + m.num_query_groups)
     layer = attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
     embeddings = m.vocab_size * m.hidden_size * (1 if m.share_embeddings_and_output_weights else 2)
@@ -208,7 +211,7 @@ FURTHER = {"nemotron_3_super_128k_dynamic_cp_pretrain_config": ("/*E/*E", 2, Tru
 @pytest.mark.parametrize("name", NEMOTRONS)
 def test_nemotrons_are_the_published_ones(name):
     """The recipes must have config.json's values, and the reports' parameters."""
-    m = load_recipe(name).model
+    m = recipe_named(name).model
     parameters, published = NEMOTRONS[name]
     theirs = NemotronHConfig(**published)
     _, expected = model_from_hf(theirs.to_dict())
@@ -225,7 +228,7 @@ def test_nemotrons_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_and_schedule_are_bridges(name):
-    c = load_recipe(name)
+    c = recipe_named(name)
     m = c.model
     assert (
         c.recipe_world_size,
@@ -247,7 +250,7 @@ def test_layout_and_schedule_are_bridges(name):
 
 @pytest.mark.parametrize("name", HIERARCHICAL)
 def test_hierarchical_recipes(name):
-    c = load_recipe(name)
+    c = recipe_named(name)
     world_size, sizes, seq_length = HIERARCHICAL[name]
     assert c.model.cp_comm_type == "a2a+p2p" and c.model.hierarchical_context_parallel_sizes == sizes
     assert c.model.context_parallel_size == math.prod(sizes)
@@ -262,7 +265,7 @@ def test_every_llama_recipe_is_held_against_something_published():
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_recipes_differ_from_published_ones_only_in_packing(name):
-    changed = asdict(load_recipe(name))
+    changed = asdict(recipe_named(name))
     plain = asdict(load_recipe(DYNAMIC[name], [*SWITCH, "dataset.mock_lengths=documents"]))
     for config in (changed, plain):
         config.pop("recipe")
@@ -275,7 +278,7 @@ def test_dynamic_recipes_differ_from_published_ones_only_in_packing(name):
 @pytest.mark.parametrize("name", list_recipes())
 @pytest.mark.parametrize("environment", ["gpu", "cpu"])
 def test_every_recipe_passes_the_rules_at_its_own_size(name, environment):
-    config = load_recipe(name)
+    config = recipe_named(name)
     violations = check(config, config.recipe_world_size, environment=environment)
     assert [v for v in violations if v.severity == "error"] == []
     if config.recipe.startswith("llama3"):
