@@ -200,6 +200,7 @@ def test_a_recorded_warmup_by_fraction_is_one_warmup(cli: Any, tmp_path: Path) -
     assert [v for v in check(again, 2, environment="cpu") if v.severity == "error"] == []
 
 
+@pytest.mark.slow  # test_pretrained_weights_are_loaded_once trains for longer, too
 def test_training_for_longer_needs_only_a_schedule_of_its_own_length(cli: Any) -> None:
     schedule = ["scheduler.lr_decay_iters=9", "scheduler.lr_warmup_iters=1"]
     assert cli(*schedule)[0] == 0
