@@ -15,7 +15,7 @@ from megatron_cp.training import step
 from megatron_cp.training.setup import Run
 from tests.ranks import run_ranks
 from tests.training_runs import start, tiny_config
-from tests.unit_tests.training.layouts.cases import CP2, PP2, SP, TP2
+from tests.unit_tests.training.layouts.cases import CP2, PP2, SP, TP2, layers_for
 from tests.unit_tests.training.layouts.test_fp16 import FP16
 from tests.unit_tests.training.layouts.test_model_variants import EP2, ETP1, MOE, OVERLAPPED
 
@@ -56,7 +56,7 @@ def as_upstream() -> None:
 def trained(overrides: dict[str, Any], upstream: bool) -> Trained:
     if upstream:
         as_upstream()
-    run, batches = start(tiny_config(**overrides))
+    run, batches = start(tiny_config(**layers_for(overrides) | overrides))
     results = [step.train_step(run, next(batches).microbatches) for _ in range(3)]
     parameters = [parameter.detach().float() for chunk in run.model for parameter in chunk.parameters()]
     return [(each.loss, each.grad_norm or 0.0) for each in results], parameters
@@ -87,7 +87,7 @@ def changed_gradient(run: Run, rank: int, name: str, value: float) -> None:
 
 def with_large_gradients(overrides: dict[str, Any], factor: float) -> Trained:
     """Train on gradients that are this many times as large."""
-    run, batches = start(tiny_config(optimizer__clip_grad=1e-3, **overrides))
+    run, batches = start(tiny_config(optimizer__clip_grad=1e-3, **layers_for(overrides) | overrides))
     for parameter in (parameter for chunk in run.model for parameter in chunk.module.parameters()):
         parameter.register_hook(lambda gradient: gradient * factor)
     results = [step.train_step(run, next(batches).microbatches) for _ in range(2)]

@@ -122,12 +122,12 @@ SLOW_WAYS = ["packed_placement=balanced", "packed_shape_buckets=3"]
     "way", ["packed_placement=zigzag", *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)]
 )
 def test_a_resumed_run_is_the_undisturbed_run(packed: Any, tmp_path: Path, way: str) -> None:
-    more = ["train.train_iters=6", "model.hidden_dropout=0.1", f"model.{way}"]
+    more = ["train.train_iters=4", "model.hidden_dropout=0.1", f"model.{way}"]
     assert packed(*more)[0] == 0
     (tmp_path / "run").rename(tmp_path / "first")
-    assert packed(*more, "train.exit_interval=3")[0] == 0
+    assert packed(*more, "train.exit_interval=2")[0] == 0
     code, text = packed(*more)
-    assert code == 0 and "resumed from iteration 3" in text, text
+    assert code == 0 and "resumed from iteration 2" in text, text
     assert "packed shapes:" not in text, "the checkpoint has them"
     assert losses(tmp_path / "run") == losses(tmp_path / "first")
     assert schedules(tmp_path / "run") == schedules(tmp_path / "first")
