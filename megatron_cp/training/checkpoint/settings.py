@@ -29,10 +29,11 @@ def problems_of_settings(config: dict[str, Any]) -> Iterator[str]:
         if not isinstance(value, dict):
             yield f"config.{section} is {short_repr(value)}, expected a mapping"
             continue
+        facts = facts_of(kind)
         for name, of in hints(kind).items():  # type: ignore[arg-type]
             if name in value and not _fits(value[name], of):
                 yield f"config.{section}.{name} is {short_repr(value[name])}, expected {describe(of)}"
-            elif facts_of(kind)[name].kind == "size" and not facts_of(kind)[name].allows(value.get(name)):
+            elif facts[name].kind == "size" and not facts[name].allows(value.get(name)):
                 yield f"config.{section}.{name} is {short_repr(value[name])}, expected an integer of at least 1"
 
 
