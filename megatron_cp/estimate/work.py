@@ -189,7 +189,7 @@ def _pieces(model: ModelConfig, rows: float) -> int:
 def _in_tiles(model: ModelConfig, forward: Work, pieces: int, read: bool = False) -> tuple[Work, Work]:
     """Return the work of tiles computed again, and what a recomputed layer omits.
 
-    read: its own backward pass reads the MLP's output, as other layers of a segment do (models/layers/tiled_mlp.py).
+    read: its own backward pass reads the MLP's output, as other layers of a segment do (models/layers/mlp/tiles.py).
     """
     if pieces == 1:
         return NOTHING, NOTHING

@@ -14,8 +14,8 @@ from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec
 from megatron_cp.models.layers.layer_inputs import OffloadedInputs
+from megatron_cp.models.layers.mlp.tiles import tile_mlps
 from megatron_cp.models.layers.mtp import mtp_block_spec
-from megatron_cp.models.layers.tiled_mlp import tile_mlps
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_fractions

@@ -40,6 +40,12 @@ def fuses_gradient_sum(model: ModelConfig, te_layers: bool) -> bool:
     return te_layers if wanted is None else wanted
 
 
+def fuses_gate(model: ModelConfig) -> bool:
+    """Return whether one function can compute activation and gate: plain SwiGLU."""
+    altered = bool(model.glu_linear_offset) or model.activation_func_clamp_value is not None
+    return model.activation_func == "silu" and model.gated_linear_unit and not altered
+
+
 def groups_experts(model: ModelConfig, te_layers: bool) -> bool:
     """Return whether a rank's experts share one grouped product."""
     wanted = model.moe_grouped_gemm

@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_cp.config.run_config import MixedPrecisionConfig, ModelConfig
 from megatron_cp.config.setting import passed_on
-from megatron_cp.models.fusions import fused_loss, fuses_rotary_embedding, groups_experts
+from megatron_cp.models.fusions import fused_loss, fuses_gate, fuses_rotary_embedding, groups_experts
 from megatron_cp.models.layer_specs import use_te_layers
+from megatron_cp.models.layers.mlp.gated_silu import gated_silu
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -47,7 +48,6 @@ def transformer_config(
     loss = fused_loss(model, te_layers)
     with_experts = [int("E" in parts) for parts in model.layer_types]
     biased_experts = model.add_bias_linear and model.num_moe_experts is not None
-    altered = bool(model.glu_linear_offset) or model.activation_func_clamp_value is not None
     parallel, interleaved = model.context_parallel_size > 1, model.virtual_pipeline_model_parallel_size is not None
     # Evaluation may use context parallelism if training does not.
     grouped = parallel or model.dynamic_context_parallel or eval_context_parallel_size is not None
@@ -70,7 +70,7 @@ def transformer_config(
         # Upstream's grouped experts refuse it with biases.
         bias_dropout_fusion=on_gpu and (model.hidden_dropout > 0 or model.add_bias_linear) and not biased_experts,
         # Plain SwiGLU only: other fused functions refuse some models, or approximate a CPU's exact result.
-        bias_activation_fusion=on_gpu and model.activation_func == "silu" and model.gated_linear_unit and not altered,
+        bias_activation_fusion=on_gpu and fuses_gate(model),
         apply_rope_fusion=fuses_rotary_embedding(model, te_layers),
         cross_entropy_loss_fusion=loss is not None,
         cross_entropy_fusion_impl=loss or "native",
@@ -98,6 +98,10 @@ def transformer_config(
         # With any value but 1 megatron-core saves each layer under its own name.
         moe_layer_freq=with_experts if len(set(with_experts)) > 1 else 1,
     )
+    if fuses_gate(model) and not (on_gpu or te_layers):
+        # Named for Transformer Engine's: MLPs then pass the whole product to the activation. Upstream accepts no other
+        # function when it checks the configuration.
+        built.use_te_activation_func, built.activation_func = True, gated_silu
     if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         # Not fields of megatron-core's, whose attention reads the concentration factor from them.
         built.yarn_rotary_scaling_factor = model.yarn_rotary_scaling_factor

@@ -23,6 +23,7 @@ from megatron_cp.estimate.memory.local_blocks import (
     sequence_parts,
 )
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
+from megatron_cp.models.fusions import fuses_gate
 from megatron_cp.models.layers.mamba.shape import MambaShape
 
 __all__ = [
@@ -158,6 +159,8 @@ def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
 
 def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
     """Return the step of the activation; ``f``: bytes a token of its output."""
+    if fuses_gate(model):
+        return Step({(kind, "matrix 1"): 2 * f}, 4 * f)
     if model.gated_linear_unit:
         return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
     return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
@@ -177,20 +180,20 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
         keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
-        if model.gated_linear_unit:
+        if model.gated_linear_unit and not fuses_gate(model):
             keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
         if model.moe_shared_expert_gate:
             keeps[EXPERTS, "shared output"] = stream
-        steps.append(Step(keeps, 3 * s + stream))
+        steps.append(Step(keeps, (3 + fuses_gate(model)) * s + stream))
     scores = 5 * count + (4 * count if model.moe_aux_loss_coeff else 0)  # the auxiliary loss has its own softmax
     router = (scores + topk * (8 + b)) / parts
     steps.append(Step({(RESIDUAL, "experts output"): stream, (EXPERTS, "router"): router}, 3 * stream))
     steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
     steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
     keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
-    if model.gated_linear_unit:
+    if model.gated_linear_unit and not fuses_gate(model):
         keeps |= {(EXPERTS, "gate"): e, (EXPERTS, "offset"): e}
-    steps.append(Step(keeps, out + out / local + 3 * e / local))
+    steps.append(Step(keeps, out + out / local + (3 + fuses_gate(model)) * e / local))
     forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
     if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from
         forward += 3 * out + topk / parts * inside - 2 * stream

@@ -22,7 +22,7 @@ class SeededTransformerLayer(TransformerLayer):
     weight and keeps a slice, with ``use_cpu_initialization``.)
     """
 
-    norm_in_mlp = False  # the MLP, in tiles, normalizes its own input (tiled_mlp.py)
+    norm_in_mlp = False  # the MLP, in tiles, normalizes its own input (mlp/tiles.py)
 
     def __init__(
         self,

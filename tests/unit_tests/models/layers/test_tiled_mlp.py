@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp.models.layers.tiled_mlp import compute_in_tiles
+from megatron_cp.models.layers.mlp.tiles import compute_in_tiles
 from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, lengths_file, packed_losses
 from tests.ranks import run_ranks

@@ -1,0 +1,1 @@
+"""MLPs in tiles, and their activation."""
