@@ -1,7 +1,7 @@
 """Count and time what dynamic CP adds to a large run's first step.
 
 ``python benchmarks/host_time.py --part first``. One process is one rank of the world: torch's fake process group makes
-groups without other processes. It starts no communicator (NCCL's take seconds, on both sides), and its calls of
+groups without other processes. It starts no communicator (on a GPU both sides have those of NCCL), and its calls of
 ``new_group`` send nothing. Times are this process's processor time.
 """
 

@@ -39,4 +39,5 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError("second derivatives are not supported: attention and the loss are differentiable once")
+        what = "attention, SwiGLU and the loss are differentiable once"
+        raise RuntimeError(f"second derivatives are not supported: {what}")

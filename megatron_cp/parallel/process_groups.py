@@ -108,7 +108,7 @@ def new_group_alone(timeout: timedelta, name: str) -> dist.ProcessGroup:
     """Create a group of the calling rank only. Not collective.
 
     A group of several ranks needs all ranks of the world: torch.distributed names it by the number of groups so far,
-    which differs between ranks where some left groups out.
+    which differs between ranks where some left groups out. Destroy it before older groups: its name has their number.
     """
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=name.upper())
 

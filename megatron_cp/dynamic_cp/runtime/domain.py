@@ -19,7 +19,8 @@ class DynamicGroups:
     """Groups of this rank's domain, by positions (not global ranks) of their members.
 
     A domain is a ``dp_cp`` group of the layout: the ranks with the same part of the model. All domains run the same
-    schedules, so every rank knows which groups a step needs and joins their creation, as torch.distributed requires.
+    schedules, so every rank knows which groups a step needs and joins the creation of all with several ranks, as
+    torch.distributed requires.
     Independent of how other groups were made (global state or decentralized).
 
     Args:

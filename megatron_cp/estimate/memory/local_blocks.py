@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory.tape import RESIDUAL, Step
+from megatron_cp.models.fusions import fuses_gate
 
 
 def norm_steps(model: ModelConfig, b: int, name: str) -> list[Step]:
@@ -54,6 +55,15 @@ def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
     # gloo copies what it reduces and scatters
     again = whole + whole / sequence_parts(model) if model.sequence_parallel else 0
     return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
+
+
+def gate_keeps(model: ModelConfig, kind: str, size: float, name: str = "") -> dict[tuple[str, str], float]:
+    """Return what a gated activation keeps beside its input; ``size``: of its output.
+
+    Nothing where one function computes it.
+    """
+    separate = model.gated_linear_unit and not fuses_gate(model)
+    return {(kind, f"{name}gate"): size, (kind, f"{name}offset"): size} if separate else {}
 
 
 def row_step(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:

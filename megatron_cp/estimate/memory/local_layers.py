@@ -16,6 +16,7 @@ from megatron_cp.estimate.memory.local_blocks import (
     after_steps,
     column_step,
     dropout_step,
+    gate_keeps,
     last_norm_steps,
     norm_steps,
     residual,
@@ -162,7 +163,7 @@ def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
     if fuses_gate(model):
         return Step({(kind, "matrix 1"): 2 * f}, 4 * f)
     if model.gated_linear_unit:
-        return Step({(kind, "matrix 1"): 2 * f, (kind, "gate"): f, (kind, "offset"): f}, 3 * f)
+        return Step({(kind, "matrix 1"): 2 * f, **gate_keeps(model, kind, f)}, 3 * f)
     return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
 
 
@@ -180,8 +181,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
         keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
-        if model.gated_linear_unit and not fuses_gate(model):
-            keeps |= {(EXPERTS, "shared gate"): s, (EXPERTS, "shared offset"): s}
+        keeps |= gate_keeps(model, EXPERTS, s, "shared ")
         if model.moe_shared_expert_gate:
             keeps[EXPERTS, "shared output"] = stream
         steps.append(Step(keeps, (3 + fuses_gate(model)) * s + stream))
@@ -191,8 +191,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     steps.append(Step({(EXPERTS, "order"): routed * (8 + b) + 8 * count / parts}, stream + out))
     steps.append(Step({(EXPERTS, "tokens"): out}, 2 * out, inside * width * inner))
     keeps = {(EXPERTS, "matrix 1"): inner * e, (EXPERTS, "plain activation"): e}
-    if model.gated_linear_unit and not fuses_gate(model):
-        keeps |= {(EXPERTS, "gate"): e, (EXPERTS, "offset"): e}
+    keeps |= gate_keeps(model, EXPERTS, e)
     steps.append(Step(keeps, out + out / local + (3 + fuses_gate(model)) * e / local))
     forward = (2 + (model.moe_shared_expert_intermediate_size is not None)) * stream
     if model.expert_model_parallel_size * etp > 1:  # back to the ranks that the tokens are from

@@ -12,7 +12,7 @@ from megatron_cp.attention.heads import sharing_groups
 from megatron_cp.config.model_config import ModelConfig
 from megatron_cp.estimate.memory import local_blocks, local_layers
 from megatron_cp.estimate.memory.head_groups import by_groups
-from megatron_cp.estimate.memory.local_blocks import residual, row_step
+from megatron_cp.estimate.memory.local_blocks import gate_keeps, residual, row_step
 from megatron_cp.estimate.memory.tape import ATTENTION, EXPERTS, LOGITS, MAMBA, MLP, RESIDUAL, Step
 from megatron_cp.models.fusions import fused_loss
 from megatron_cp.models.layers.mamba.shape import MambaShape
@@ -112,7 +112,7 @@ def mlp_products(model: ModelConfig, b: int, kind: str, width: float) -> list[St
     inner = 2 if model.gated_linear_unit else 1
     return [
         replace(local_blocks.column_step(model, b, "mlp", inner * width), weight=0.0),
-        Step({(kind, "matrix 1"): inner * width * b}, (1 + inner) * width * b),
+        Step({(kind, "matrix 1"): inner * width * b, **gate_keeps(model, kind, width * b)}, (1 + inner) * width * b),
         row_without_weight(model, b, (kind, "activation"), width),
     ]
 
@@ -135,17 +135,18 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     stream, routed = residual(model, b), topk / parts * etp * load
     e, out = routed * width * b, routed * (model.moe_latent_size or hidden) * b
     router = (3 * 4 * count + topk * 8) / parts
+    # Without a fused function the router's weight multiplies the activation by itself.
+    separate = gates | {(EXPERTS, "plain activation"): e} if (gates := gate_keeps(model, EXPERTS, e)) else {}
     steps = [
         Step({(RESIDUAL, "experts output"): _norm_output(model, b), (EXPERTS, "router"): router}, 3 * stream),
         Step({(EXPERTS, "tokens"): out, (EXPERTS, "probabilities"): 4 * routed}, 2 * out + inner * e),
-        Step({(EXPERTS, "matrix 1"): inner * e}, (1 + inner) * e + out),
+        Step({(EXPERTS, "matrix 1"): inner * e, **separate}, (1 + inner) * e + out),
         Step({(EXPERTS, "activation"): e}, 2 * out + e),
     ]
     if shared := model.moe_shared_expert_intermediate_size:
         s = shared * b / model.tensor_model_parallel_size
-        steps.append(
-            Step({(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}, (1 + inner) * s + stream)
-        )
+        keeps = {(EXPERTS, "shared 1"): inner * s, (EXPERTS, "shared activation"): s}
+        steps.append(Step(keeps | gate_keeps(model, EXPERTS, s, "shared "), (1 + inner) * s + stream))
     steps = [
         replace(step, module="moe", inputs={(RESIDUAL, "experts output"): _norm_output(model, b)}) for step in steps
     ]

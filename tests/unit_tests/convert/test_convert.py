@@ -126,7 +126,7 @@ DECENTRALIZED = [
 EXPERTS = ["model.expert_model_parallel_size=2", "model.context_parallel_size=2", "model.tensor_model_parallel_size=2"]
 EXPERTS += ["model.sequence_parallel=true", "model.expert_tensor_parallel_size=1"]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-# Each family has a fast layout, and each layout fast families.
+# Each family has a fast layout (Nemotron 3 the one with latent experts), and each layout fast families.
 LAYOUTS = [
     ("llama tied, scaled rope", HIERARCHICAL),
     slow("llama tied, scaled rope", TENSOR_PIPELINE),

@@ -14,7 +14,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * (up + 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 2, 14), (3, 130), (0, 8)])
 def test_values_and_gradients_are_those_of_the_plain_operations(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_cp.config.run_config import ModelConfig, RunConfig
 from megatron_cp.models import transformer_config as module
 from megatron_cp.models.build import uses_te_layers
+from megatron_cp.models.layers.mlp.gated_silu import gated_silu
 from megatron_cp.models.transformer_config import transformer_config as of_sections
 from megatron_cp.planner.scheduling import model_cost
 from megatron_cp.rules.environment import Environment
@@ -53,8 +54,19 @@ def test_activations_match_their_names() -> None:
     }
     assert formulas.keys() == set(ACTIVATIONS)
     for name, expected in formulas.items():
-        function: Any = transformer_config(tiny_config(model__activation_func=name)).activation_func
-        torch.testing.assert_close(function(x), expected)
+        config: Any = transformer_config(tiny_config(model__activation_func=name, model__gated_linear_unit=False))
+        torch.testing.assert_close(config.activation_func(x), expected)
+
+
+@pytest.mark.parametrize(("on_gpu", "te_layers"), [(False, False), (True, False), (False, True)])
+def test_swiglu_is_one_function_where_no_kernel_is(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, te_layers: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr("megatron_cp.models.transformer_config.use_te_layers", lambda *given: te_layers)
+    config: Any = transformer_config(tiny_config(model__apply_rope_fusion=False))
+    own = not (on_gpu or te_layers)
+    assert (config.activation_func is gated_silu, config.use_te_activation_func) == (own, own)
 
 
 def test_the_device_of_weight_initialization(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from megatron_cp.attention.once_differentiable import once_differentiable
 def gated_silu(x: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` [..., n] of ``x`` = (gate, up) [..., 2 n].
 
-    Forward and backward it equals the plain operations to the bit. Those add an offset of zero to ``up``, keep two more
-    tensors of the result's size, and copy the gradients of gate and up into one tensor. Here the backward pass computes
-    ``silu`` again, which takes less time than that.
+    Forward and backward it equals the plain operations to the bit, but for the sign of zeros. Those add an offset of
+    zero to ``up``, keep two more tensors of the result's size, and copy the gradients of gate and up into one tensor.
+    Here the backward pass computes ``silu`` again, which takes less time than that.
     """
     return _GatedSilu.apply(x)
 

@@ -1,6 +1,6 @@
 """MLPs in tiles along the sequence, each recomputed in the backward pass.
 
-What an MLP keeps for the backward pass is several times its input: both products, the activation and the gate. Here
+What an MLP keeps for the backward pass is several times its input: the products and the activation. Here
 they exist for one tile of tokens at a time, and the layer keeps the MLP's input alone. A dense layer's norm is computed
 with the tile. The sums of weight gradients are in float32, and autograd receives them once, so gradient hooks and
 weights of several uses work as without tiles.

@@ -107,7 +107,7 @@ def test_a_second_derivative_raises() -> None:
     "model", [pytest.param({}, id="dense"), pytest.param(SHARED, id="experts", marks=pytest.mark.slow)]
 )
 def test_memory_does_not_grow_with_the_intermediates(model: Overrides) -> None:
-    """A longer sequence keeps five wide tensors, and with tiles less than one."""
+    """A longer sequence holds six wide tensors, and with tiles less than one."""
     width = 2048
     wide = {
         "model__ffn_hidden_size": width,
@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_intermediates(model: Overrides) -> None:
         "model__cross_entropy_chunk_size": 64,
     }
     small, large = 256, 512
-    for tiles, low, high in (({}, 4.0, 99.0), ({"model__mlp_chunk_size": 64}, 0.0, 1.0)):
+    for tiles, low, high in (({}, 5.0, 99.0), ({"model__mlp_chunk_size": 64}, 0.0, 1.0)):
         sizes = [run_ranks(peak_of_a_step, 1, length, model | wide | tiles)[0][0] for length in (small, large)]
         grown = (sizes[1] - sizes[0]) / (large - small) / (4 * width)
         assert low < grown < high, (tiles, grown)
