@@ -64,7 +64,7 @@ def measure(kind: str, lengths: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=0, help="pairs of timed steps; 0: counts only")
-    parser.add_argument("--part", choices=["steps", "first"], default="steps")
+    parser.add_argument("--part", choices=["steps", "first"], default="steps", help="counts of steps, or a first step")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if arguments.part == "first":

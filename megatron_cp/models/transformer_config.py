@@ -99,8 +99,8 @@ def transformer_config(
         moe_layer_freq=with_experts if len(set(with_experts)) > 1 else 1,
     )
     if fuses_gate(model) and not (on_gpu or te_layers):
-        # Named for Transformer Engine's: MLPs then pass the whole product to the activation. Upstream accepts no other
-        # function when it checks the configuration.
+        # With this switch, meant for Transformer Engine's activations, MLPs pass gate and up together to the function.
+        # Set afterwards, because upstream's check accepts its own functions only.
         built.use_te_activation_func, built.activation_func = True, gated_silu
     if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         # Not fields of megatron-core's, whose attention reads the concentration factor from them.

@@ -20,8 +20,7 @@ class DynamicGroups:
 
     A domain is a ``dp_cp`` group of the layout: the ranks with the same part of the model. All domains run the same
     schedules, so every rank knows which groups a step needs and joins the creation of all with several ranks, as
-    torch.distributed requires.
-    Independent of how other groups were made (global state or decentralized).
+    torch.distributed requires. Independent of how other groups were made (global state or decentralized).
 
     Args:
         blocks: blocks of positions that schedules may use, beside single ranks.

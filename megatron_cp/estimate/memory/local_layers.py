@@ -160,10 +160,8 @@ def mlp_steps(model: ModelConfig, b: int) -> list[Step]:
 
 def activation_step(model: ModelConfig, kind: str, f: float) -> Step:
     """Return the step of the activation; ``f``: bytes a token of its output."""
-    if fuses_gate(model):
-        return Step({(kind, "matrix 1"): 2 * f}, 4 * f)
     if model.gated_linear_unit:
-        return Step({(kind, "matrix 1"): 2 * f, **gate_keeps(model, kind, f)}, 3 * f)
+        return Step({(kind, "matrix 1"): 2 * f, **gate_keeps(model, kind, f)}, (3 + fuses_gate(model)) * f)
     return Step({(kind, "matrix 1"): f}, (4 if model.activation_func == "squared_relu" else 2) * f)
 
 

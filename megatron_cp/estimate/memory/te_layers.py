@@ -135,7 +135,7 @@ def experts_steps(model: ModelConfig, b: int, load: float) -> list[Step]:
     stream, routed = residual(model, b), topk / parts * etp * load
     e, out = routed * width * b, routed * (model.moe_latent_size or hidden) * b
     router = (3 * 4 * count + topk * 8) / parts
-    # Without a fused function the router's weight multiplies the activation by itself.
+    # Without a fused function the product with the router's weight is an operation of its own, and keeps its input.
     separate = gates | {(EXPERTS, "plain activation"): e} if (gates := gate_keeps(model, EXPERTS, e)) else {}
     steps = [
         Step({(RESIDUAL, "experts output"): _norm_output(model, b), (EXPERTS, "router"): router}, 3 * stream),
