@@ -20,7 +20,7 @@ def kept(experts: bool, **settings: Any) -> float:
 
 @pytest.mark.parametrize(("experts", "tensors"), [(False, 2), (True, 3 * 2)], ids=["dense", "two experts a token"])
 def test_a_gate_without_a_fused_function_keeps_more(experts: bool, tensors: int) -> None:
-    """Gate and offset product, and of experts also the activation before the router's weight."""
+    """Two tensors, and of experts a third: the activation without its weight."""
     swiglu = kept(experts)
     assert kept(experts, activation_func="gelu") - swiglu == tensors * WIDTH * BYTES
     assert kept(experts, glu_linear_offset=1.0) - swiglu == tensors * WIDTH * BYTES
