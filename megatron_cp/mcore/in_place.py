@@ -1,46 +1,62 @@
-"""Leave out needless copies of whole gradients and parameters on CPUs.
+"""Leave out needless copies of gradients, parameters and activations on CPUs.
 
 There each costs as much as a part of the optimizer's step. On a GPU fused kernels or NCCL do not make them, so there
-nothing is replaced. The numbers stay the same bits. Test of each: tests/unit_tests/mcore/test_in_place.py.
+nothing is replaced. The numbers stay the same bits, but for the order of sums over more than two ranks. Test of each:
+tests/unit_tests/mcore/test_in_place.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron_cp.mcore.shards import Exchange, gather_shards, sum_shards
 
 
 def apply() -> None:
     """Install the patches, on a machine without CUDA."""
     if torch.cuda.is_available():
         return
-    _a_single_rank_exchanges_nothing()
+    _shards_are_exchanged_in_place()
     _gradients_are_scaled_in_place()
     _parameters_are_not_copied_onto_themselves()
 
 
-def _a_single_rank_exchanges_nothing() -> None:
-    """Skip reduce-scatter and all-gather of a group of one rank.
+def _shards_are_exchanged_in_place() -> None:
+    """Gather and sum shards of parameters, gradients and activations where they lie.
 
-    distributed/param_and_grad_buffer.py:515, :712. Gloo copies the whole buffer, for a result that lies in it already.
+    distributed/param_and_grad_buffer.py:515, :712.
+    tensor_parallel/mappings.py:96, :146, :186.
+    tensor_parallel/layers.py:571, :617, :650.
+    gloo copies the whole buffer, even for a group of one rank. The first module joins its asynchronous calls in a
+    manager that takes none but torch's: those stay gloo's.
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.tensor_parallel import layers, mappings
 
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(buffers, name, _skipped_if_alone(getattr(buffers, name)))
+    for name, ours in (("dist_all_gather_func", gather_shards), ("dist_reduce_scatter_func", sum_shards)):
+        setattr(buffers, name, _in_place(getattr(buffers, name), ours, joined=True))
+        setattr(mappings, name, _in_place(getattr(mappings, name), ours))
+        setattr(layers, name, _in_place(getattr(layers, name), ours))
 
 
-def _skipped_if_alone(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(exchange)
-    def unless_alone(output: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
-        alone = group is not None and group.size() == 1 and output.data_ptr() == given.data_ptr()
-        return None if alone else exchange(output, given, *args, **kwargs)
+def _in_place(
+    upstream: Callable[..., Any], ours: Callable[[Tensor, Tensor, Any], Iterator[None]], joined: bool = False
+) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def exchange(output: Tensor, given: Tensor, group: Any = None, async_op: bool = False, **reduction: Any) -> Any:
+        summed = reduction.get("op", ReduceOp.SUM) == ReduceOp.SUM
+        if group is None or not summed or (async_op and joined):
+            return upstream(output, given, group=group, async_op=async_op, **reduction)
+        started = Exchange(ours(output, given, group))
+        return started if async_op else started.wait()
 
-    return unless_alone
+    return exchange
 
 
 def _gradients_are_scaled_in_place() -> None:

@@ -23,7 +23,7 @@ def by_groups(
     width: float,
     exchanged: bool,
     gathered: float,
-    copied: int,
+    received: float,
 ) -> Step:
     """Return attention with its norm and both projections as one step.
 
@@ -33,7 +33,7 @@ def by_groups(
         q, width: bytes a token of attention's output and of the first projection, for all groups.
         exchanged: a transport copies them.
         gathered: tokens of a piece.
-        copied: copies of a piece that the reduce-scatter of its gradient makes.
+        received: bytes a token of other ranks' parts of a piece's gradient.
     """
     stream, whole, groups = residual(model, b), model.hidden_size * b, model.attention_head_groups
     lse = 4.0 * model.num_attention_heads / model.tensor_model_parallel_size
@@ -55,7 +55,7 @@ def by_groups(
     before = gathered * ((whole if model.sequence_parallel else 0.0) + q / groups)
     after = gathered * (whole + stream + width / groups)
     if model.sequence_parallel:
-        after = gathered * ((2 + copied) * whole + stream + width / groups)
+        after = gathered * (2 * whole + received + stream + width / groups)
     near = _neighbours(model, inside[:-1], q, width)
     moments.append(Moment({}, beside + (q + near) / groups, weight + sums * q + before))
     moments.append(Moment({}, beside + (width + near) / groups, weight + sums * width + after))

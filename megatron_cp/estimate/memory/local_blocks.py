@@ -49,12 +49,19 @@ def sequence_parts(model: ModelConfig) -> int:
     return model.tensor_model_parallel_size if model.sequence_parallel else 1
 
 
+def received_parts(model: ModelConfig, b: int) -> float:
+    """Return bytes a token of other ranks' parts of a sum that is scattered.
+
+    In truth at most 4 MiB exist (mcore/shards.py).
+    """
+    return model.hidden_size * b - residual(model, b)
+
+
 def column_step(model: ModelConfig, b: int, name: str, width: float) -> Step:
     """Return the step of a column-parallel product, ``width`` on this rank."""
     whole = model.hidden_size * b
-    # gloo copies what it reduces and scatters
-    again = whole + whole / sequence_parts(model) if model.sequence_parallel else 0
-    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + again, whole * width)
+    scattered = whole if model.sequence_parallel else 0.0  # this rank's part of the sum, and those it receives
+    return Step({(RESIDUAL, f"{name} output"): residual(model, b)}, width * b + whole + scattered, whole * width)
 
 
 def gate_keeps(model: ModelConfig, kind: str, size: float, name: str = "") -> dict[tuple[str, str], float]:

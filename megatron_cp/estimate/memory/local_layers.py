@@ -19,6 +19,7 @@ from megatron_cp.estimate.memory.local_blocks import (
     gate_keeps,
     last_norm_steps,
     norm_steps,
+    received_parts,
     residual,
     row_step,
     sequence_parts,
@@ -80,7 +81,8 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
     steps += core
     if apart:
         norm, inside = steps[:norms], steps[norms + 1 :]
-        steps = [by_groups(model, b, norm, inside, q, width, exchanges_heads(model), gathered, copied=1)]
+        received = received_parts(model, b)
+        steps = [by_groups(model, b, norm, inside, q, width, exchanges_heads(model), gathered, received)]
     else:
         steps.append(row_step(model, b, (ATTENTION, "output"), q / b))
     return steps + after_steps(model, b, ATTENTION, "attention")

@@ -114,9 +114,6 @@ def _stage(job: Job, where: Platform, settings: LayerSettings, stage: int, chunk
         kinds = max(_forward_again(kept, chunks[0], stream), kinds, key=lambda each: sum(each.values()))
     kinds["buffers"] += _gathered(settings, tokens, last) * model.hidden_size * settings.item
     held = state_bytes(job, stage, chunks, where.te_layers)
-    shared = job.optimizer.use_distributed_optimizer and job.layout.dp * job.layout.cp > 1
-    if not where.te_layers and shared and (copied := held["gradients"]) > sum(kinds.values()):
-        kinds = defaultdict(float, buffers=copied)  # gloo copies what it reduces and scatters, after the backward pass
     kinds[ATTENTION] += _kept_angles(model) * job.positions_per_rank
     if job.lengths:  # each token's position in its document, in 8 bytes; the largest packs come first
         kinds[ATTENTION] += 8 * tokens * max(under_way)

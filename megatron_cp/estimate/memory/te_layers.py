@@ -20,8 +20,16 @@ from megatron_cp.models.layers.mamba.shape import MambaShape
 
 def norm_and_column_steps(model: ModelConfig, b: int, name: str, width: float) -> list[Step]:
     """Return the step of a fused norm and product; ``width``: output on this rank."""
-    column = local_blocks.column_step(model, b, name, width)
-    return [*norm_steps(model, b, name), replace(column, weight=0.0)]
+    return [*norm_steps(model, b, name), column_without_weight(model, b, name, width)]
+
+
+def column_without_weight(model: ModelConfig, b: int, name: str, width: float) -> Step:
+    """Return the step of a product that accumulates its weight gradient itself.
+
+    NCCL adds what it receives.
+    """
+    step = local_blocks.column_step(model, b, name, width)
+    return replace(step, weight=0.0, gradients=step.gradients - local_blocks.received_parts(model, b))
 
 
 def row_without_weight(model: ModelConfig, b: int, keeps: tuple[str, str], width: float) -> Step:
@@ -73,7 +81,7 @@ def attention_steps(model: ModelConfig, b: int, micro_batch_size: int, gathered:
         inside[-1] = replace(ours, gradients=max(ours.gradients, core[0].gradients))
         exchanged = local_layers.exchanges_heads(model)
         norm = norm_steps(model, b, "attention")
-        steps = [by_groups(model, b, norm, inside, q, width, exchanged, gathered, copied=0)]
+        steps = [by_groups(model, b, norm, inside, q, width, exchanged, gathered, received=0.0)]
     else:
         steps = [*norm_and_column_steps(model, b, "attention", width / b), *inside]
         steps.append(row_without_weight(model, b, (ATTENTION, "output"), q / b))
@@ -111,7 +119,7 @@ def mlp_products(model: ModelConfig, b: int, kind: str, width: float) -> list[St
     """Return the steps of both products and the activation; ``width``: on this rank."""
     inner = 2 if model.gated_linear_unit else 1
     return [
-        replace(local_blocks.column_step(model, b, "mlp", inner * width), weight=0.0),
+        column_without_weight(model, b, "mlp", inner * width),
         Step({(kind, "matrix 1"): inner * width * b, **gate_keeps(model, kind, width * b)}, (1 + inner) * width * b),
         row_without_weight(model, b, (kind, "activation"), width),
     ]

@@ -143,9 +143,10 @@ def test_megatron_core_is_changed_and_its_private_names_are_read_in_one_place() 
 
 
 def test_ranks_exchange_values_in_one_module() -> None:
-    """Attention's transports are the exception: they move rows of tensors."""
+    """Exceptions: attention's transports move rows, and a patch replaces gloo's."""
     places = {name for name, path in house.modules().items() if house.collectives(path)}
-    assert places == {"megatron_cp.parallel.collectives", "megatron_cp.attention.transports.comm"}
+    exceptions = {"megatron_cp.attention.transports.comm", "megatron_cp.mcore.shards"}
+    assert places == {"megatron_cp.parallel.collectives", *exceptions}
 
 
 def test_files_are_written_aside_in_one_module() -> None:
