@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """Rows [row, row + length): consecutive tokens from ``position`` on."""
 
     row: int

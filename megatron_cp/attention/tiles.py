@@ -16,9 +16,10 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
+from typing import NamedTuple
 
 from megatron_cp.attention.placement.layout import AnyLayout
 from megatron_cp.attention.sharding import Layout, RowSpan
@@ -51,8 +52,7 @@ class Mask:
         return cls(None if left == -1 else left, 0 if causal else None if right == -1 else right)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rectangle of the score matrix; ``low`` and ``high`` (column - row) bound a BAND.
 
     None is no limit. ``half``: compute in the tensors' half precision; otherwise in float32.
@@ -140,7 +140,7 @@ def cover(q_spans: tuple[RowSpan, ...], k_spans: tuple[RowSpan, ...], mask: Mask
         for q_span in queries:
             for k_span in keys:
                 half = size.half_from is not None and max(q_span.position, k_span.position) >= border
-                tiles.extend(_cut(replace(_region(q_span, k_span, mask), half=half), size))
+                tiles.extend(_cut(_region(q_span, k_span, mask, half), size))
     full = [tile for tile in tiles if tile.kind is Kind.FULL]
     return [*_join(full), *(tile for tile in tiles if tile.kind is not Kind.FULL)]
 
@@ -180,7 +180,7 @@ def seen(layout: AnyLayout, q_rank: int, k_rank: int, mask: Mask) -> tuple[RowSp
             rows = RowSpan(row, end - row, k_span.position + row - k_span.row, k_span.sequence)
             last = found[-1] if found else None
             if last and row <= last.row + last.length and _diagonal(last) == _diagonal(rows):
-                found[-1] = replace(last, length=max(end, last.row + last.length) - last.row)
+                found[-1] = last._replace(length=max(end, last.row + last.length) - last.row)
             else:
                 found.append(rows)
     return tuple(found)
@@ -195,7 +195,7 @@ def plan_seen(layout: AnyLayout, q_rank: int, k_ranks: tuple[int, ...], mask: Ma
     """Plan tiles of ``q_rank``'s queries and the rows it sees of ``k_ranks``, joined."""
     spans: list[RowSpan] = []
     for span in (span for k_rank in k_ranks for span in seen(layout, q_rank, k_rank, mask)):
-        spans.append(replace(span, row=spans[-1].row + spans[-1].length if spans else 0))
+        spans.append(span._replace(row=spans[-1].row + spans[-1].length if spans else 0))
     return TilePlan(tuple(cover(layout.spans(q_rank), tuple(spans), mask, size)), packed=True)
 
 
@@ -221,17 +221,17 @@ def _divide(spans: Iterable[RowSpan], border: int) -> Iterator[RowSpan]:
     for span in spans:
         before = border - span.position
         if 0 < before < span.length:
-            yield replace(span, length=before)
-            yield replace(span, row=span.row + before, length=span.length - before, position=border)
+            yield span._replace(length=before)
+            yield span._replace(row=span.row + before, length=span.length - before, position=border)
         else:
             yield span
 
 
-def _region(q_span: RowSpan, k_span: RowSpan, mask: Mask) -> Tile:
+def _region(q_span: RowSpan, k_span: RowSpan, mask: Mask, half: bool = False) -> Tile:
     offset = q_span.position - k_span.position
     low = None if mask.left is None else offset - mask.left
     high = None if mask.right is None else offset + mask.right
-    return Tile(q_span.row, q_span.length, k_span.row, k_span.length, Kind.BAND, low, high)
+    return Tile(q_span.row, q_span.length, k_span.row, k_span.length, Kind.BAND, low, high, half)
 
 
 def _trim(tile: Tile) -> Tile | None:
@@ -273,10 +273,10 @@ def _cut(region: Tile, size: TileSize) -> Iterator[Tile]:
         return
     rows, columns, low, high = tile.q_length, tile.k_length, tile.low, tile.high
     if low is None and high is None:
-        yield replace(tile, kind=Kind.FULL)
+        yield tile._replace(kind=Kind.FULL)
     elif low is None and high == 0 and rows == columns:
         if tile.half or not size.causal or rows <= size.causal:
-            yield replace(tile, kind=Kind.CAUSAL, high=None)
+            yield tile._replace(kind=Kind.CAUSAL, high=None)
         else:
             yield from _split(tile, (0, rows // 2, rows), (0, rows // 2, rows), size)
     elif low is None and high is not None and high > 0:
@@ -321,12 +321,12 @@ def _join(tiles: list[Tile]) -> list[Tile]:
     for tile in sorted(tiles, key=lambda t: t.k_row):
         left = joined.pop((tile.q_row, tile.q_length, tile.k_row, tile.half), None)
         if left is not None:
-            tile = replace(left, k_length=left.k_length + tile.k_length)
+            tile = left._replace(k_length=left.k_length + tile.k_length)
         joined[tile.q_row, tile.q_length, tile.k_row + tile.k_length, tile.half] = tile
     result: dict[tuple[int, int, int, bool], Tile] = {}
     for tile in sorted(joined.values(), key=lambda t: t.q_row):
         above = result.pop((tile.k_row, tile.k_length, tile.q_row, tile.half), None)
         if above is not None:
-            tile = replace(above, q_length=above.q_length + tile.q_length)
+            tile = above._replace(q_length=above.q_length + tile.q_length)
         result[tile.k_row, tile.k_length, tile.q_row + tile.q_length, tile.half] = tile
     return list(result.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -50,7 +50,7 @@ class PlacedLayout:
         group = self.size // size
         joined = (
             tuple(
-                replace(span, row=span.row + index * self.rows)
+                span._replace(row=span.row + index * self.rows)
                 for index, spans in enumerate(self.pieces[start : start + group])
                 for span in spans
             )
@@ -129,7 +129,7 @@ def _in_rows(pieces: Sequence[tuple[int, int, int]]) -> tuple[RowSpan, ...]:
     for document, start, stop in pieces:
         last = spans[-1] if spans else None
         if last and last.sequence == document and last.position + last.length == start:
-            spans[-1] = replace(last, length=last.length + stop - start)
+            spans[-1] = last._replace(length=last.length + stop - start)
         else:
             spans.append(RowSpan(row, stop - start, start, document))
         row += stop - start
