@@ -16,7 +16,7 @@ from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.estimate.job import Job, TimeEstimate
 from megatron_cp.estimate.time import on_shared_cores
 from megatron_cp.planner.found import Models
-from megatron_cp.planner.scheduling import estimated_step, lockstep_sizes, make_schedule
+from megatron_cp.planner.scheduling import estimated_step, lockstep_sizes, make_schedule, padding_of_buckets
 from megatron_cp.rules.job import job_of
 from megatron_cp.rules.remedies import Case
 
@@ -48,7 +48,7 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
     """Schedule the samples of a global batch and simulate the step.
 
     Compute time is divided among kinds by the shares over all samples. ``imbalance`` is idle time: ranks that wait for
-    other ranks or for the pipeline to fill.
+    other ranks or for the pipeline to fill. ``padding``: tokens that buckets add, the mean of all ranks.
     """
     model, job = case.config.model, packed_job(case, lengths)
     layout = job.layout
@@ -65,6 +65,8 @@ def packed_time(case: Case, lengths: Sequence[int], models: Models) -> TimeEstim
     kinds = {kind: useful * seconds for kind, seconds in work.items()}
     kinds["exposed cp"] = overhead * step.seconds
     kinds["imbalance"] = idle * step.seconds
+    if model.packed_shape_buckets:
+        kinds["padding"] = cost.linear * padding_of_buckets(case, found, lengths)
     kinds |= {kind: seconds for kind, seconds in once.items() if kind != "bubble"}
     if models.cores:
         coupled = layout.tp * (1 if model.dynamic_context_parallel else layout.cp)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_cp.config.run_config import ModelConfig
+from megatron_cp.dynamic_cp.analysis.report import rank_tokens
 from megatron_cp.dynamic_cp.cost import CostModel
 from megatron_cp.dynamic_cp.scheduler.fixed import schedule_fixed_cp
 from megatron_cp.dynamic_cp.scheduler.schedule import estimated_seconds, schedule
-from megatron_cp.dynamic_cp.token_buckets import BucketFit, fit_to_batches
-from megatron_cp.dynamic_cp.types import Schedule
+from megatron_cp.dynamic_cp.token_buckets import BucketFit, fit_buckets, fit_to_batches
+from megatron_cp.dynamic_cp.types import Schedule, in_buckets
 from megatron_cp.estimate.prices import prices
 from megatron_cp.parallel.layout import RankLayout
 from megatron_cp.rules.job import assumed_job, device_of
@@ -110,6 +111,22 @@ def fit_token_buckets(
         placement=model.packed_placement,
         lockstep=is_lockstep(model),
     )
+
+
+def padding_of_buckets(case: Case, found: Schedule, lengths: Sequence[int]) -> float:
+    """Estimate the tokens a rank that buckets add to a batch, without dummies.
+
+    A run's buckets are fitted to more batches. Buckets that are fitted to the packs themselves pad them less. Those of
+    half of the packs pad the other half more. This is the mean of both.
+    """
+    model = case.config.model
+    tokens, ranks = rank_tokens(found, lengths, model.packed_placement)
+    unit, whole, even, odd = 2 * found.sequence_parallel_size, slice(None), slice(0, None, 2), slice(1, None, 2)
+    added = 0.0
+    for fitted, padded, share in ((whole, whole, 0.5), (even, odd, 0.5), (odd, even, 0.5)):
+        buckets = fit_buckets(tokens[fitted], ranks[fitted], model.packed_shape_buckets, most_tokens(case), unit)
+        added += share * float((in_buckets(tokens[padded], buckets) - tokens[padded]) @ ranks[padded])
+    return added / found.num_ranks
 
 
 def lockstep_sizes(model: ModelConfig, layout: RankLayout) -> dict[str, Any]:
