@@ -13,9 +13,9 @@ from megatron_cp.models.fusions import fuses_gradient_sum
 from megatron_cp.models.initial_weights import draw_part, seed_of
 from megatron_cp.models.language_model import LanguageModel
 from megatron_cp.models.layer_specs import gpt_block_spec
-from megatron_cp.models.layers.layer_inputs import OffloadedInputs
-from megatron_cp.models.layers.mlp.tiles import tile_mlps
+from megatron_cp.models.layers.mlp.tiles import tile_last_norm, tile_mlps
 from megatron_cp.models.layers.mtp import mtp_block_spec
+from megatron_cp.models.layers.recomputed_layers import OffloadedInputs, free_outputs
 from megatron_cp.models.local_rotary import LocalAndGlobalRotary
 from megatron_cp.models.vocabulary import padded_vocab_size
 from megatron_cp.models.yarn import kept_fractions
@@ -127,17 +127,20 @@ def set_loss_chunk_size(chunk: Chunk, build: Build) -> None:
     chunk.cross_entropy_chunk_size = build.model.cross_entropy_chunk_size
 
 
-def offload_layer_inputs(chunk: Chunk, build: Build) -> None:
-    """Keep the inputs of recomputed layers in host memory."""
+def hold_less_of_recomputed_layers(chunk: Chunk, build: Build) -> None:
+    """Free their outputs in the backward pass, and keep their inputs in host memory."""
     if build.model.offload_layer_inputs:
         OffloadedInputs(chunk.decoder, build.host_memory, received=not chunk.pre_process, ends_model=chunk.post_process)
+    elif build.model.recompute_granularity == "full":
+        free_outputs(chunk.decoder)
 
 
 def set_mlp_chunk_size(chunk: Chunk, build: Build) -> None:
-    """Set the number of tokens whose MLP is computed at once."""
+    """Set the number of tokens whose MLP, or last norm, is computed at once."""
     if build.model.mlp_chunk_size is not None:
         depths = chunk.mtp.modules() if chunk.mtp_process else ()
         tile_mlps(chunk.decoder.layers, list(depths), build.model)
+        tile_last_norm(chunk.decoder, build.model)
 
 
 def seed_vocabulary(chunk: Chunk, build: Build) -> None:
@@ -181,7 +184,7 @@ CHUNK_TRANSFORMS = (  # in order: each changes a chunk in place
     add_local_rotary,
     scale_embeddings,
     set_loss_chunk_size,
-    offload_layer_inputs,
+    hold_less_of_recomputed_layers,
     set_mlp_chunk_size,
     seed_vocabulary,
     fuse_gradient_sums,

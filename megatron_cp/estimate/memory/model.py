@@ -199,8 +199,8 @@ def _forward_again(kept: Kinds, chunk: Chunk, stream: float) -> Kinds:
 def _costs_of_chunk(settings: LayerSettings, chunk: Chunk, received: bool, ends_model: bool) -> list[PartCost]:
     """Return the costs of a chunk's layers.
 
-    The inputs that models/layers/layer_inputs.py does not offload stay: one that another stage has sent (``received``),
-    and the last layer's of the model (``ends_model``).
+    The inputs that models/layers/recomputed_layers.py does not offload stay: one that another stage has sent
+    (``received``), and the last layer's of the model (``ends_model``).
     """
     model = settings.model
     if model.recompute_granularity != "full":

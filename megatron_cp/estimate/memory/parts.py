@@ -18,7 +18,7 @@ from megatron_cp.estimate.memory.local_blocks import residual
 from megatron_cp.estimate.memory.parameters import mtp_depths
 from megatron_cp.estimate.memory.platform import Platform
 from megatron_cp.estimate.memory.tape import ATTENTION, RESIDUAL, Moment, PartCost, Step, cost_of
-from megatron_cp.estimate.memory.tiles import tiled_experts, tiled_mlp, tiles_of
+from megatron_cp.estimate.memory.tiles import tiled_experts, tiled_last_norm, tiled_mlp, tiles_of
 from megatron_cp.models.fusions import groups_experts
 
 # What a layer on its own does not depend on.
@@ -153,19 +153,19 @@ def _with_recomputation(settings: LayerSettings, steps: list[Step], chosen: Sequ
 def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: bool) -> PartCost:
     """Join layers under full recomputation; only the first layer's input is kept.
 
-    While its backward pass runs, what came out of it exists again. With offloading, the host keeps the input unless it
+    Its output and that one's gradient are freed in its backward pass (models/layers/recomputed_layers.py). With
+    offloading, the host keeps the input unless it
     ``stays``, and beside the running layer's input another one is on its way.
     """
     stream = residual(settings.model, settings.item)
-    *before, last = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
+    inside = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
     kept = stream
     if settings.model.distribute_saved_activations:
         kept /= settings.model.tensor_model_parallel_size
     here = kept * (1 + settings.offloads)
-    waiting = [beside(each, stream, 0.0) for each in before]  # the output's gradient stays
-    cost = _again(settings, [*waiting, last], here, "".join(parts))
+    cost = _again(settings, inside, here, "".join(parts), freed=stream)
     away = kept if settings.offloads and not stays else 0.0
-    return replace(cost, kept={RESIDUAL: kept - away}, host=away, leaves=stream * (cost.leaves > 0))
+    return replace(cost, kept={RESIDUAL: kept - away}, host=away, leaves=stream * (cost.leaves > 0), frees_output=True)
 
 
 def _routes(settings: LayerSettings) -> float:
@@ -198,6 +198,8 @@ def ending_costs(settings: LayerSettings, rows: int, tokens_at_once: int | None)
     model, b = settings.model, settings.item
     layers = te_layers if settings.te_layers else local_layers
     norm, loss = layers.last_norm_steps(model, b), layers.loss_steps(model, b, rows, tokens_at_once)
+    if settings.tiles.dense is not None:
+        norm = tiled_last_norm(model, b, norm, settings.tiles.dense)
     if not (depths := model.mtp_num_layers or 0):
         return [cost_of([*norm, *loss], 0.0)]
     stream, weight = residual(model, b), float(rows * model.hidden_size * b)
@@ -227,13 +229,15 @@ def _depth_costs(settings: LayerSettings, layers: ModuleType, depth: int) -> lis
     return [embedding_cost(settings), *inside]
 
 
-def _again(settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str) -> PartCost:
-    """Join recomputed parts.
+def _again(
+    settings: LayerSettings, parts: Sequence[PartCost], kept: float, letters: str, freed: float = 0.0
+) -> PartCost:
+    """Join recomputed parts; what came out of them exists again, unless it is freed.
 
     kept: bytes a token of the first part's input, which stays. letters: the types of the layers' parts.
     """
     moments = [
-        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients, moment.weight)
+        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients - freed, moment.weight)
         for moment in in_sequence(parts).moments
     ]
     experts = letters.count("E")

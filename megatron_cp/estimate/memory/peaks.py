@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ def peak_of_chunk(
             here += sum(left_behind(parts[:number], received, tokens))
         if here > most:
             most, place, peak = here, number, moment
-        total += (part.leaves + output) * tokens
+        total += (part.leaves + output * (not part.frees_output)) * tokens
         output = part.leaves
     added: Kinds = defaultdict(float)
     for part in parts[place:]:
@@ -63,7 +64,7 @@ def peak_of_chunk(
     for kind, size in peak.kept.items():
         added[kind] += size * tokens
     added[RESIDUAL] += sum(part.leaves for part in parts[place + 1 :]) * tokens
-    waits = sum(part.leaves for part in parts[place + 2 :]) * tokens
+    waits = sum(after.leaves for part, after in pairwise(parts[place + 1 :]) if not part.frees_output) * tokens
     added["buffers"] += peak.gradients * tokens + peak.weight + waits
     for kind, size in (before if peak.forward else waiting[place]).items():
         added[kind] += size
@@ -77,8 +78,12 @@ def left_behind(parts: Sequence[PartCost], received: bool, tokens: float) -> tup
 
     received: another stage has sent the chunk's input, which is counted with what stages exchange.
     """
-    gradients = sum(part.leaves for part in parts) * tokens
-    return gradients - (parts[0].leaves * tokens if received and parts else 0.0), gradients
+    if not parts:
+        return 0.0, 0.0
+    first = parts[0].leaves
+    inputs = sum(part.leaves for part in parts)
+    gradients = first + sum(after.leaves for part, after in pairwise(parts) if not part.frees_output)
+    return (inputs - first * received) * tokens, gradients * tokens
 
 
 def bytes_of_chunks(state: State, sizes: Sequence[float], left: Sequence[tuple[float, float]]) -> float:

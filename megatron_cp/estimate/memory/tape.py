@@ -55,7 +55,7 @@ class PartCost:
     kept: bytes a token by kind, from forward to backward. moments: candidates for the peak. host: bytes a token in host
     memory, from forward to backward. routes: bytes a token that its dispatchers hold from one forward pass to the next.
     leaves: bytes a token of its input, which routes hold by their graph after the backward pass; and as many of its
-    gradient.
+    gradient, unless the part before it frees_output: recomputed layers take the memory of their output's gradient.
     """
 
     kept: Mapping[str, float]
@@ -63,6 +63,7 @@ class PartCost:
     host: float = 0.0
     routes: float = 0.0
     leaves: float = 0.0
+    frees_output: bool = False
     size: float = field(init=False)  # of all that is kept
 
     def __post_init__(self) -> None:

@@ -54,6 +54,14 @@ def tiled_mlp(model: ModelConfig, b: int, steps: Sequence[Step], rows: int) -> l
     return [Step({name: stream}, stream * (2 if after else 1), _tile_bytes(inside, stream, rows, b)), *after]
 
 
+def tiled_last_norm(model: ModelConfig, b: int, steps: Sequence[Step], rows: int) -> list[Step]:
+    """Join the steps of the model's last norm, which keeps its input alone."""
+    stream = residual(model, b)
+    name = next(key for key in steps[0].keeps if key[1].endswith("input"))
+    inside = [replace(steps[0], keeps={key: size for key, size in steps[0].keeps.items() if key != name}), *steps[1:]]
+    return [Step({name: stream}, 2 * stream, _tile_bytes(inside, stream, rows, b))]
+
+
 def tiled_experts(model: ModelConfig, b: int, layers: ModuleType, steps: Sequence[Step], tiles: Tiles) -> list[Step]:
     """Replace the products of shared experts, and of routed ones after the dispatch."""
     found, stream = list(steps), residual(model, b)

@@ -24,7 +24,7 @@ from tests.doubles.pretend_gpu import placement
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
 from tests.training_runs import losses_of, start, tiny_config
-from tests.unit_tests.models.layers.test_layer_inputs import FULL, OFFLOAD
+from tests.unit_tests.models.layers.test_recomputed_layers import FULL, OFFLOAD
 from tests.unit_tests.training.layouts.cases import PP2, VPP2
 
 pytestmark = pytest.mark.gpu  # chosen with those of other files

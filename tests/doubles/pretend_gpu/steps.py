@@ -34,7 +34,7 @@ from tests.packed_runs import BALANCED, DYNAMIC, lengths_file, packed_config, tr
 from tests.ranks import RanksFailed, run_ranks
 from tests.training_runs import start, tiny_config
 from tests.unit_tests.models.hybrids import FURTHER, HYBRID_EXPERTS
-from tests.unit_tests.models.layers.test_layer_inputs import FULL, OFFLOAD
+from tests.unit_tests.models.layers.test_recomputed_layers import FULL, OFFLOAD
 from tests.unit_tests.training.layouts.cases import CP2, CP4, HCP, PP2, SP, TP2, VPP2
 from tests.unit_tests.training.layouts.test_model_variants import MLA, MOE, OVERLAPPED
 

@@ -1,4 +1,4 @@
-"""MLPs in tiles along the sequence, each recomputed in the backward pass.
+"""MLPs and the last norm in tiles along the sequence, recomputed backward.
 
 What an MLP keeps for the backward pass is several times its input: the products and the activation. Here
 they exist for one tile of tokens at a time, and the layer keeps the MLP's input alone. A dense layer's norm is computed
@@ -141,6 +141,14 @@ def tile_mlps(layers: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modul
         _tile_layer(layer, model, only_added=not whole)
 
 
+def tile_last_norm(decoder: torch.nn.Module, model: ModelConfig) -> None:
+    """Compute the norm after the last layer in tiles, if ``decoder`` has it."""
+    norm = getattr(decoder, "final_layernorm", None) or getattr(decoder, "final_norm", None)
+    if norm is not None:
+        parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+        norm.forward = partial(_last_norm, norm.forward, norm, model.mlp_chunk_size or 1, parts)
+
+
 def _tile_layer(layer: torch.nn.Module, model: ModelConfig, only_added: bool) -> None:
     if not isinstance(layer, SeededTransformerLayer):
         return
@@ -175,6 +183,11 @@ def _dense(
     output = compute_in_tiles(lambda tile, each: forward(norm(each))[0], [hidden], weights, rows, only_added)
     # The parameter itself: as an output of the tiles it would be a copy without its gradient.
     return output, mlp.linear_fc2.bias if mlp.config.add_bias_linear else None
+
+
+def _last_norm(forward: Forward, norm: Any, size: int, parts: int, hidden: Tensor) -> Tensor:
+    rows = _positions(hidden, size, parts)
+    return compute_in_tiles(lambda tile, each: forward(each), [hidden], _trained(norm), rows)
 
 
 def _shared(forward: Forward, mlp: Any, size: int, parts: int, only_added: bool, hidden: Tensor) -> Tensor:

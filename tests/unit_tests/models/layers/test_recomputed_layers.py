@@ -1,6 +1,7 @@
-"""Inputs of recomputed layers in host memory have the same bits.
+"""Recomputed layers that hold less have the same bits.
 
-The bytes that leave the device are counted. ``tests/doubles/pretend_gpu/offload.py`` checks the copies of a GPU.
+Their outputs are freed, and their inputs are in host memory. The bytes that leave the device are counted.
+``tests/doubles/pretend_gpu/offload.py`` checks the copies of a GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import recompute
 
 from megatron_cp.data.text.tokenizers import build_tokenizer
 from megatron_cp.estimate.memory import GPU, stage_estimate
+from megatron_cp.models import builder
+from megatron_cp.models.layers.recomputed_layers import free_outputs
 from megatron_cp.rules import check
 from megatron_cp.training.open_steps import open_steps
 from megatron_cp.training.setup import Run, setup
@@ -84,6 +89,36 @@ FAST = ("some layers", "hybrid, two tokens further", "interleaved stages")
 
 def slow_but(names: tuple[str, ...], all_names: Any) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in all_names]
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
+def test_the_same_bits_with_outputs_freed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, overrides, _ = CASES[name]
+    freed = run_ranks(of_samples, ranks, overrides)
+    monkeypatch.setattr(builder, "free_outputs", lambda block: None)
+    assert run_ranks(of_samples, ranks, overrides) == freed
+
+
+class Block(torch.nn.Module):
+    """Two layers as megatron-core recomputes them."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            states, _ = recompute.tensor_parallel.checkpoint(lambda x: (x.sin(), None), False, states)
+        return states
+
+
+def test_the_gradient_of_an_output_is_freed() -> None:
+    """Freed outputs are counted in tests/unit_tests/estimate/test_memory.py."""
+    block, states, gradient = Block(), torch.linspace(0, 1, 100, requires_grad=True), torch.linspace(1, 2, 100)
+    free_outputs(block)
+    held = gradient.clone()
+    output = block(states)
+    assert torch.equal(output, states.sin().sin())
+    output.backward(held)
+    assert states.grad is not None
+    torch.testing.assert_close(states.grad, gradient * states.sin().cos() * states.cos())
+    assert held.shape == gradient.shape and held.untyped_storage().nbytes() == 4
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))

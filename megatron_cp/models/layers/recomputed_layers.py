@@ -1,20 +1,69 @@
-"""Keep recomputed layers' inputs on the host (``offload_layer_inputs``).
+"""Hold less of recomputed layers.
 
 With whole-layer recomputation a layer, or a group of layers, saves its input and nothing else that grows with the
-layers. The input leaves for the host while the next layer computes. In the backward pass it returns while the layer
-after it computes.
+layers. In its backward pass megatron-core holds what it computed again, and the gradient that the pass began with, to
+the end: :func:`free_outputs` frees both. With ``offload_layer_inputs`` the input leaves for the host while the next
+layer computes. In the backward pass it returns while the layer after it computes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_cp.mcore.private_names import recomputing_layers_with
+from megatron_cp.attention.once_differentiable import once_differentiable
+from megatron_cp.mcore.private_names import in_backward_pass, recomputing_layers_with
 from megatron_cp.parallel.host_memory import HostMemory, KeptTensor
+
+
+def free_outputs(block: Any) -> None:
+    """Free outputs of a block's recomputed layers, and their gradients, once used."""
+    forward = block.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recomputing_layers_with(_checkpoint):
+            return forward(*args, **kwargs)
+
+    block.forward = run
+
+
+def _checkpoint(function: Any, distribute: bool, *tensors: Any) -> Any:
+    return tensor_parallel.checkpoint(partial(_with_ending, function), distribute, *tensors)
+
+
+def _with_ending(function: Any, *tensors: Any) -> tuple[Tensor, Any]:
+    hidden_states, context = function(*tensors)
+    return (_Ending.apply(hidden_states) if in_backward_pass() else hidden_states), context
+
+
+class _Ending(torch.autograd.Function):
+    """The end of a recomputed forward pass, where the backward pass begins.
+
+    Autograd needs the shape of an output, not its values. And it passes a gradient on, but its callers hold the same
+    tensor: that is left without memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return _without_memory(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor]:
+        (held,) = gradients
+        gradient = held.detach()
+        held.data = _without_memory(held)
+        return (gradient,)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, of one element."""
+    return tensor.new_empty(1).expand(tensor.shape)
 
 
 class OffloadedInputs:
@@ -56,7 +105,7 @@ class OffloadedInputs:
         self._input = hidden_states
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
-                return tensor_parallel.checkpoint(function, distribute, hidden_states, *others)
+                return _checkpoint(function, distribute, hidden_states, *others)
         finally:
             self._input = None  # the hooks live as long as what they pack
 
