@@ -234,10 +234,14 @@ def _again(
 ) -> PartCost:
     """Join recomputed parts; what came out of them exists again, unless it is freed.
 
+    While they are computed again, the gradient of their output waits instead.
+
     kept: bytes a token of the first part's input, which stays. letters: the types of the layers' parts.
     """
     moments = [
-        Moment({RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients - freed, moment.weight)
+        Moment(
+            {RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients - freed * (not moment.forward), moment.weight
+        )
         for moment in in_sequence(parts).moments
     ]
     experts = letters.count("E")
