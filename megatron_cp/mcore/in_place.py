@@ -33,25 +33,25 @@ def _shards_are_exchanged_in_place() -> None:
     distributed/param_and_grad_buffer.py:515, :712.
     tensor_parallel/mappings.py:96, :146, :186.
     tensor_parallel/layers.py:571, :617, :650.
-    gloo copies the whole buffer, even for a group of one rank. The first module joins its asynchronous calls in a
-    manager that takes none but torch's: those stay gloo's.
+    gloo copies the whole buffer, even for a group of one rank. The first module coalesces asynchronous calls, for which
+    torch takes its own collectives only: those stay gloo's, but for a group of one rank.
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import layers, mappings
 
     for name, ours in (("dist_all_gather_func", gather_shards), ("dist_reduce_scatter_func", sum_shards)):
-        setattr(buffers, name, _in_place(getattr(buffers, name), ours, joined=True))
+        setattr(buffers, name, _in_place(getattr(buffers, name), ours, coalesces=True))
         setattr(mappings, name, _in_place(getattr(mappings, name), ours))
         setattr(layers, name, _in_place(getattr(layers, name), ours))
 
 
 def _in_place(
-    upstream: Callable[..., Any], ours: Callable[[Tensor, Tensor, Any], Iterator[None]], joined: bool = False
+    upstream: Callable[..., Any], ours: Callable[[Tensor, Tensor, Any], Iterator[None]], coalesces: bool = False
 ) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def exchange(output: Tensor, given: Tensor, group: Any = None, async_op: bool = False, **reduction: Any) -> Any:
         summed = reduction.get("op", ReduceOp.SUM) == ReduceOp.SUM
-        if group is None or not summed or (async_op and joined):
+        if group is None or not summed or (async_op and coalesces and group.size() > 1):
             return upstream(output, given, group=group, async_op=async_op, **reduction)
         started = Exchange(ours(output, given, group))
         return started if async_op else started.wait()

@@ -154,8 +154,7 @@ def whole_layers_again(settings: LayerSettings, parts: tuple[str, ...], stays: b
     """Join layers under full recomputation; only the first layer's input is kept.
 
     Its output and that one's gradient are freed in its backward pass (models/layers/recomputed_layers.py). With
-    offloading, the host keeps the input unless it
-    ``stays``, and beside the running layer's input another one is on its way.
+    offloading, the host keeps the input unless it ``stays``, and beside the running layer's another one is on its way.
     """
     stream = residual(settings.model, settings.item)
     inside = [layer_cost(settings, part) for parts_of_layer in parts for part in parts_of_layer]
@@ -234,16 +233,13 @@ def _again(
 ) -> PartCost:
     """Join recomputed parts; what came out of them exists again, unless it is freed.
 
-    While they are computed again, the gradient of their output waits instead.
-
-    kept: bytes a token of the first part's input, which stays. letters: the types of the layers' parts.
+    kept: bytes a token of the first part's input, which stays. letters: the types of the layers' parts. freed: bytes of
+    the output. While the parts are computed again, they are those of its gradient, which waits.
     """
-    moments = [
-        Moment(
-            {RESIDUAL: kept}, sum(moment.kept.values()) + moment.gradients - freed * (not moment.forward), moment.weight
-        )
-        for moment in in_sequence(parts).moments
-    ]
+    moments = []
+    for each in in_sequence(parts).moments:
+        held = sum(each.kept.values()) + each.gradients - freed * (not each.forward)
+        moments.append(Moment({RESIDUAL: kept}, held, each.weight))
     experts = letters.count("E")
     return PartCost({RESIDUAL: kept}, moments, 0.0, experts * _routes(settings), kept * (experts > 0))
 

@@ -45,7 +45,8 @@ class _Ending(torch.autograd.Function):
     """The end of a recomputed forward pass, where the backward pass begins.
 
     Autograd needs the shape of an output, not its values. And it passes a gradient on, but its callers hold the same
-    tensor: that is left without memory.
+    tensor: that is left without memory. No other node may be given it: the output is read in one place, or its gradient
+    is a sum or a view, which are tensors of their own.
     """
 
     @staticmethod

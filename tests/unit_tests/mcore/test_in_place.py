@@ -106,3 +106,12 @@ def test_overlap_leaves_exchanges_to_gloo() -> None:
         assert same
         exchanged = [name for name in before if name in EXCHANGES]
         assert exchanged == [name for name in after if name in EXCHANGES] != []
+
+
+def test_overlap_exchanges_nothing_for_the_only_replica_of_an_expert() -> None:
+    experts = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 32, "model__expert_model_parallel_size": 2}
+    overlap = {"ddp__overlap_grad_reduce": True, "ddp__overlap_param_gather": True}
+    for same, before, after in run_ranks(both, 2, LOWER | overlap | experts):
+        assert same
+        for name in EXCHANGES:
+            assert 0 < after.count(name) < before.count(name)

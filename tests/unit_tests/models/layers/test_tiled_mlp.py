@@ -1,4 +1,4 @@
-"""MLPs in tiles have the same numbers and need less memory.
+"""MLPs and the last norm in tiles have the same numbers and need less memory.
 
 They recompute no more than without tiles.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_cp.models.layers.mlp import tiles as in_tiles
 from megatron_cp.models.layers.mlp.tiles import compute_in_tiles
 from megatron_cp.training.step import train_step
 from tests.packed_runs import DYNAMIC, lengths_file, packed_losses
@@ -220,3 +221,24 @@ def test_dynamic_packs_in_tiles_equal_packs_without(tmp_path: Any) -> None:
     plain, tiled = (run_ranks(packed_losses, 4, lengths, settings | more, "cpu", STEPS)[0][0] for more in ({}, TILES))
     a, b = (torch.tensor(each, dtype=torch.float64) for each in (plain, tiled))
     assert ((a - b) / a).abs().max() < 1e-6
+
+
+def rows_of_the_last_norm(overrides: Overrides) -> list[int]:
+    """Train a step; return the rows of each call of the norm after the last layer."""
+    rows: list[int] = []
+    compute = in_tiles._last_norm
+
+    def counted(forward: Any, *others: Any) -> Tensor:
+        return compute(lambda hidden: rows.append(len(hidden)) or forward(hidden), *others)
+
+    in_tiles._last_norm = counted  # this process ends after it
+    run, batches = start(tiny_config(**overrides))
+    train_step(run, next(batches).microbatches)
+    run.close()
+    return rows
+
+
+@pytest.mark.parametrize("model", [{}, HYBRID], ids=["gpt", "hybrid"])
+def test_the_last_norm_sees_a_tile_at_a_time(model: Overrides) -> None:
+    [rows] = run_ranks(rows_of_the_last_norm, 1, model | TILES)
+    assert max(rows) == TILES["model__mlp_chunk_size"]
